@@ -10,12 +10,11 @@ import email
 import os
 import quopri
 import re
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from pyllamakv.errors import PatchFormatError, UsageError
-from pyllamakv.patching import hunks
+from pyllamakv.patching import hunks, mail_header
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.definition import Definition, Port
 from pyllamakv.patching.series import Series
@@ -24,7 +23,10 @@ from pyllamakv.source import git_command, lockfile
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_ENDINGS = (".patch", ".diff")
+_ENDINGS = (".patch", ".diff", ".eml", ".mbox")
+#: A cover letter, which introduces a series and has no change.
+_COVER_LETTER = re.compile(rb"^Subject: *\[[^\]\n]*\b0+/\d+\]", re.MULTILINE)
+_CHANGE = re.compile(rb"^diff --git ", re.MULTILINE)
 _SCENARIO = re.compile(rb"^Scenario: (\S+)\r?$", re.MULTILINE)
 _ENCODING = re.compile(
     rb"^Content-Transfer-Encoding: *(quoted-printable|base64) *$", re.IGNORECASE | re.MULTILINE
@@ -45,37 +47,66 @@ def load(path: Path | str, *, strip: int = 1, refused: dict[str, str] | None = N
     read, all in one message; with ``refused``, they are left out, and their names and reasons are
     added to it.
     """
-    if str(path).startswith(GIT):
-        return Series(_distinct(_commits(str(path))), Path())
-    path = Path(path)
-    if os.path.isfile(path):  # noqa: PTH113 - pathlib raises where a text is no path
-        return Series(_distinct(_ports(path, strip)), path.parent)
-    if not os.path.isdir(path):  # noqa: PTH112
-        raise UsageError(f"There is no patch file or directory {path}.")
-    if (path / "series.toml").is_file():
-        return series_module.load(path)
-    if (path / "series").is_file():
-        files = [(path / name, number) for name, number in _quilt(path / "series", strip)]
-    else:
-        names = sorted(file for file in path.iterdir() if file.suffix in _ENDINGS)
-        files = [(file, strip) for file in names]
-    if not files:
-        raise UsageError(f"{path} has no patch: expected series.toml, series or *.patch files.")
-    ports: list[Port] = []
     wrong: dict[str, PatchFormatError] = {}
-    for file, number in files:
-        try:
-            ports += _ports(file, number)
-        except PatchFormatError as error:
-            wrong[file.name] = error
+    ports: list[Port] = []
+    folder = Path(path)
+    if str(path).startswith(GIT):
+        folder = Path()
+        ports = _parsed(*_commits(str(path)), wrong)
+    elif os.path.isfile(path):  # noqa: PTH113 - pathlib raises where a text is no path
+        folder = folder.parent
+        ports = _ports(Path(path), strip, wrong)
+    elif not os.path.isdir(path):  # noqa: PTH112
+        raise UsageError(f"There is no patch file or directory {path}.")
+    elif (folder / "series.toml").is_file():
+        series = series_module.load(folder)
+        if not series.every.order:
+            msg = f"{folder / 'series.toml'} lists no patch: add one with `pyllamakv patch import`."
+            raise UsageError(msg)
+        return series
+    else:
+        files = _files(folder, strip, wrong)
+        for file, number in files:
+            ports += _ports(file, number, wrong)
+    if not ports and not wrong:
+        raise UsageError(f"{path} has no patch: expected series.toml, series or *.patch files.")
     if refused is not None and ports:
         refused |= {name: str(error) for name, error in wrong.items()}
     elif len(wrong) == 1:
         raise next(iter(wrong.values()))
     elif wrong:
         listed = "".join(f"\n  {error}" for error in wrong.values())
-        raise PatchFormatError(f"{len(wrong)} files of {path} cannot be read:{listed}", str(path))
-    return Series(_distinct(ports), path)
+        raise PatchFormatError(f"{len(wrong)} patches of {path} cannot be read:{listed}", str(path))
+    return Series(_distinct(ports), folder)
+
+
+def _files(folder: Path, strip: int, wrong: dict[str, PatchFormatError]) -> list[tuple[Path, int]]:
+    """Return the patch files of a directory in order, with the directories to strip.
+
+    A file that has a change and is not among them is added to ``wrong``: it would be lost.
+    """
+    if (folder / "series").is_file():
+        return [(folder / name, number) for name, number in _quilt(folder / "series", strip)]
+    there = sorted(folder.iterdir())
+    names = [file for file in there if file.suffix in _ENDINGS]
+    lost = [file for file in there if file not in names and _has_change(file)]
+    lost += (file for ending in _ENDINGS for file in sorted(folder.glob(f"*/*{ending}")))
+    for file in lost if names else ():
+        name = str(file.relative_to(folder))
+        msg = f"{name} is not read: move it to {folder} with the ending .patch, or remove it."
+        wrong[name] = PatchFormatError(msg, name)
+    return [(file, strip) for file in names]
+
+
+def _has_change(file: Path) -> bool:
+    """Return whether a file starts like a patch; hidden files and copies of an editor do not."""
+    if file.name.startswith(".") or file.name.endswith("~") or not file.is_file():
+        return False
+    try:
+        with file.open("rb") as opened:
+            return bool(_CHANGE.search(opened.read(1 << 20)))
+    except OSError:
+        return False
 
 
 def absolute(path: Path | str) -> str:
@@ -91,14 +122,23 @@ def absolute(path: Path | str) -> str:
     return f"{GIT}{Path(place).expanduser().resolve()}{at}{revisions}"
 
 
-def _commits(source: str) -> list[Port]:
-    """Read commits of a user's repository as mails; it is not changed, and none of it runs."""
+def _commits(source: str) -> tuple[bytes, Path]:
+    """Return commits of a user's repository as mails, and a file name for them.
+
+    The repository is not changed, and none of it runs.
+    """
     place, _, revisions = source.removeprefix(GIT).rpartition("@")
     folder = Path(place).expanduser()
     if not place or not revisions or revisions.startswith("-") or not folder.is_dir():
         raise UsageError(f"{source} is not {GIT}REPOSITORY@FROM..TO with a local repository.")
+    first, _, last = revisions.rpartition("..")
+    for name in (first.rstrip("."), last):
+        words = ("rev-parse", "--quiet", "--verify", "--end-of-options", f"{name}^{{commit}}")
+        if name and git_command.run(folder, *words).returncode:
+            raise UsageError(f"{folder} has no branch, tag or commit {name}.")
     if ".." not in revisions:
         revisions = f"{_newest_release(folder, revisions)}..{revisions}"
+    _check_merges(folder, revisions)
     options = ("--stdout", "--no-ext-diff", "--no-textconv", "--no-signature", "--full-index")
     done = git_command.run(folder, "format-patch", *options, revisions, bounded=True)
     if done.returncode:
@@ -107,7 +147,29 @@ def _commits(source: str) -> list[Port]:
     if not done.stdout:
         raise UsageError(f"{revisions} in {folder} has no commit.")
     name = revisions.rpartition("..")[2].rpartition("/")[2]
-    return _parsed(done.stdout, Path(f"{name}.patch"))
+    return done.stdout, Path(f"{name}.patch")
+
+
+def _check_merges(folder: Path, revisions: str) -> None:
+    """Refuse merges that have changes of their own: no mail contains them."""
+    first, _, last = revisions.rpartition("..")
+    merges = git_command.run(folder, "rev-list", "--merges", revisions, bounded=True).stdout
+    # Without context, changes of both sides that are near each other are two hunks.
+    words = ("--stdin", "--cc", "--unified=0", "--no-ext-diff", "--no-textconv", "--abbrev=12")
+    done = git_command.run(
+        folder, "diff-tree", *words, "--format=merge %h %s", input=merges, bounded=True
+    )
+    commit = ""
+    for line in done.stdout.decode("utf-8", "replace").split("\n"):
+        if line.startswith("merge "):
+            commit = line
+        elif line.startswith("diff --cc "):
+            msg = (
+                f"{revisions} in {folder}: no mail contains what {commit} changes in "
+                f"{line.removeprefix('diff --cc ')}, as after a conflict: rebase the branch (`git "
+                f"rebase {first}`), or use one patch, of `git diff {first}...{last}`"
+            )
+            raise UsageError(msg)
 
 
 def _newest_release(folder: Path, branch: str) -> str:
@@ -121,22 +183,37 @@ def _newest_release(folder: Path, branch: str) -> str:
     raise UsageError(msg)
 
 
-def _ports(file: Path, strip: int = 1) -> list[Port]:
-    """Read the patches of a file: one, or the mails of a mailbox."""
+def _ports(file: Path, strip: int, wrong: dict[str, PatchFormatError]) -> list[Port]:
+    """Read the patches of a file, and add the errors of those that cannot be read to ``wrong``."""
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise PatchFormatError(f"{file} cannot be read: {error.strerror}", str(file)) from error
-    ports = _parsed(data, file)
-    return [replace(port, patch=port.patch.stripped(strip - 1)) for port in ports]
+        msg = f"{file} cannot be read: {error.strerror}"
+        wrong[file.name] = PatchFormatError(msg, str(file))
+        return []
+    return _parsed(data, file, wrong, strip)
 
 
-def _parsed(data: bytes, file: Path) -> list[Port]:
-    pieces = [_decoded(piece, file) for piece in hunks.split(_unix_line_ends(data))]
-    if len(pieces) < 2:
-        return [Port.of(hunks.parse(pieces[0], file.name), file)]
-    named = [(f"{file.stem}-{number}", piece) for number, piece in enumerate(pieces, 1)]
-    return [Port.of(hunks.parse(piece, name), file, stem=name) for name, piece in named]
+def _parsed(
+    data: bytes, file: Path, wrong: dict[str, PatchFormatError], strip: int = 1
+) -> list[Port]:
+    """Parse one patch, or the mails of a mailbox without cover letters."""
+    mails = hunks.split(_unix_line_ends(data))
+    ports: list[Port] = []
+    for number, mail in enumerate(mails, 1):
+        stem = f"{file.stem}-{number}" if len(mails) > 1 else file.stem
+        name = file.name
+        if len(mails) > 1:
+            subject = mail_header.parse(mail.partition(b"\n\n")[0]).subject
+            name = f"{stem} ({subject})" if subject else stem
+        try:
+            patch = hunks.parse(_decoded(mail, file), name).stripped(strip - 1)
+        except PatchFormatError as error:
+            if _CHANGE.search(mail) or not _COVER_LETTER.search(mail.partition(b"\n\n")[0]):
+                wrong[name] = error
+        else:
+            ports.append(Port.of(patch, file, stem=stem))
+    return ports
 
 
 def _decoded(mail: bytes, file: Path) -> bytes:

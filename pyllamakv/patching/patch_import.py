@@ -187,6 +187,8 @@ def import_patch(
         raise UsageError(
             f"{id_!r} is not an id: expected a-z, 0-9 and single hyphens between them."
         )
+    if Path(path, "series.toml").is_file():
+        raise UsageError(f"{path} is a series already: use it with --patches {path}.")
     refused: dict[str, str] = {}
     definitions = tuple(foreign_series.load(path, strip=strip, refused=refused))
     ports = [port for definition in definitions for port in definition.ports]
@@ -278,12 +280,12 @@ def _bounds(first: Release, until: str | None, lock: Path | None) -> dict[str, A
 
 def _preceding(folder: Path, ports: Sequence[Port]) -> Series:
     """Return the series in a folder, if any, after the shipped patches that ports require."""
+    shipped = series_module.load()
     series = series_module.Series(())
     if (folder / "series.toml").is_file():
-        series = port_choice.load_series(folder)
+        series = port_choice.with_requirements(series_module.load(folder), shipped)
     needs = {need for port in ports for need in port.requires}
     needs -= {*series.order, *(port.id for port in ports)}
-    shipped = series_module.load()
     found = port_choice.only(shipped, sorted(needs & set(shipped.order)))
     before = [patch for patch in found if patch.id not in series.order]
     return replace(series, definitions=(*before, *series))

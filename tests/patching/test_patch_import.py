@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from patching_kit import SeriesSandbox, diff, numbered
+from patching_kit import SeriesSandbox, diff, fill, numbered, repository
 
 from pyllamakv.errors import NoPortApplies, PatchConflict, UnknownRelease, UsageError
 from pyllamakv.patching import (
@@ -239,6 +239,28 @@ def test_commits_of_a_branch_are_imported(
             read(wrong)
     with pytest.raises(UsageError, match="has no commit"):
         read(f"git:{repository}@main..main")
+    for range_ in ("none", "none..main", "main...none"):
+        with pytest.raises(UsageError, match="no branch, tag or commit none"):
+            read(f"git:{repository}@{range_}")
+
+
+def test_changes_that_only_a_merge_has_are_refused(tmp_path: Path) -> None:
+    """No mail contains them; merges without changes of their own are left out."""
+    folder = repository(tmp_path / "fork", OLD)
+    for name, number in (("side", 9), ("main", 12)):
+        git_command.git(folder, "checkout", "-q", "-B", name, "HEAD")
+        fill(folder, {"src/a.cpp": numbered(60, **{f"l{number}": name})})
+        git_command.git(folder, "commit", "-q", "-a", "-m", name)
+        git_command.git(folder, "checkout", "-q", "--detach", "HEAD~1")
+    git_command.git(folder, "checkout", "-q", "main")
+    git_command.git(folder, "merge", "-q", "--no-ff", "-m", "Merge side", "side")
+    assert [text.title for text in read(f"git:{folder}@main~1..main")] == ["side"]
+    fill(folder, {"src/b.cpp": numbered(20, l3="only here")})
+    git_command.git(folder, "commit", "-q", "-a", "--amend", "-m", "Merge side, with more")
+    with pytest.raises(
+        UsageError, match=r"merge \w{12} Merge side, with more .* src/b\.cpp.*rebase"
+    ):
+        read(f"git:{folder}@main~1..main")
 
 
 @pytest.mark.slow

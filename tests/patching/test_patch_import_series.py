@@ -113,6 +113,53 @@ def test_a_mailbox_is_a_series(tmp_path: Path) -> None:
     box.write_bytes(mail + ONE + mail + b"nothing\n")
     with pytest.raises(PatchFormatError, match="box-2 has no change"):
         foreign_series.load(box)
+    refused: dict[str, str] = {}
+    box.write_bytes(mail + ONE + mail.strip() + b"\nSubject: [PATCH] cut\n\n" + TWO[:-9])
+    assert foreign_series.load(box, refused=refused).order == ("box-1",)
+    assert list(refused) == ["box-2 (cut)"]
+
+
+def test_cover_letters_are_left_out(tmp_path: Path) -> None:
+    """They have no change; without another mail there is no patch."""
+    mail = b"From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001\n"
+    cover = mail + b"Subject: [PATCH v2 00/12] all\n\n a | 2 +-\n 1 file changed\n\n"
+    (tmp_path / "0000.patch").write_bytes(cover)
+    with pytest.raises(UsageError, match="has no patch"):
+        foreign_series.load(tmp_path)
+    (tmp_path / "0001.patch").write_bytes(ONE)
+    assert foreign_series.load(tmp_path).order == ("0001",)
+    box = tmp_path / "box"
+    box.write_bytes(cover + mail + b"Subject: [PATCH v2 10/12] a\n\n" + ONE)
+    assert foreign_series.load(box).order == ("box-2",)
+
+
+@pytest.mark.parametrize("name", ["0002.patch.txt", "mail", "more/0002.patch"])
+def test_patches_with_other_names_are_reported(tmp_path: Path, name: str) -> None:
+    """A directory is not read without them; other files of it are no patches."""
+    (tmp_path / "0001.eml").write_bytes(ONE)
+    (tmp_path / "0003.patch~").write_bytes(TWO)
+    (tmp_path / "README").write_bytes(b"words\n")
+    assert foreign_series.load(tmp_path).order == ("0001",)
+    lost = tmp_path / name
+    lost.parent.mkdir(exist_ok=True)
+    lost.write_bytes(TWO)
+    with pytest.raises(PatchFormatError, match=f"{name} is not read: move it"):
+        foreign_series.load(tmp_path)
+
+
+def test_a_series_without_a_patch_is_refused(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """No verb has a result for it, but patches can be imported into it."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "series.toml").write_text("schema = 1\norder = []\n", "utf-8")
+    with pytest.raises(UsageError, match="lists no patch"):
+        foreign_series.load(own)
+    releases = [*bench.releases.values()]
+    with pytest.raises(UsageError, match=f"is a series already: use it with --patches {own}"):
+        patch_import.import_patch(own, "x", releases, folder=tmp_path / "to", store=bench.store)
+    (tmp_path / "one.patch").write_bytes(ONE)
+    patch_import.import_patch(tmp_path / "one.patch", "x", releases, folder=own, store=bench.store)
+    assert foreign_series.load(own).order == ("x",)
 
 
 def test_crlf_patch_applies_like_the_original(tmp_path: Path) -> None:
@@ -196,7 +243,9 @@ def test_files_that_are_no_patches_are_named_one_by_one(
     binary = b"diff --git a/x b/x\nindex 1111111..2222222 100644\nGIT binary patch\nliteral 0\n"
     for name, data in {"1.patch": ONE, "2.patch": binary, "3.patch": b"words\n"}.items():
         (folder / name).write_bytes(data)
-    with pytest.raises(PatchFormatError, match=r"(?s)2 files.*2\.patch:.*binary.*3\.patch has no"):
+    with pytest.raises(
+        PatchFormatError, match=r"(?s)2 patches.*2\.patch:.*binary.*3\.patch has no"
+    ):
         foreign_series.load(folder)
     done = patch_import.import_patch(
         folder, "mine", [*bench.releases.values()], folder=tmp_path / "own", store=bench.store
