@@ -180,6 +180,17 @@ class Definition:
             return False
         known = lockfile.bases(self.lock) if self.since or self.until else {}
         first, here, last = map(known.get, (self.since, name, self.until))
+        for key, bound, release in (("since", self.since, first), ("until", self.until, last)):
+            # A base that another machine added is a release, too.
+            if bound and release is None and all(port.base != bound for port in self.ports):
+                msg = (
+                    f"{self.id}: {key} is {bound!r}, which is no known release: correct it in "
+                    "patch.toml, or add the release with `pyllamakv upstream add`."
+                )
+                raise PatchFormatError(msg, self.id)
+        if first and last and first.date > last.date:
+            msg = f"{self.id}: since is {self.since}, which is newer than until, {self.until}."
+            raise PatchFormatError(msg, self.id)
         if here is None:
             return True
         return not (first and here.date < first.date) and not (last and here.date > last.date)
@@ -238,9 +249,13 @@ def load(folder: Path, *, missing_ok: bool = False) -> Definition:
         raise table.wrong(f"id is {id_!r}; expected the directory's name, of a-z, 0-9 and -")
     releases = table.string("releases", "")
     try:
-        SpecifierSet(releases)
+        covered = SpecifierSet(releases)
     except InvalidSpecifier as error:
         raise table.wrong(f"releases is {releases!r}; expected a specifier like <=0.3.8") from error
+    bounds = [bound.version.removesuffix(".*") for bound in covered]
+    tried = ("0", *(f"{bound}{more}" for bound in bounds for more in ("", ".1")), "9999")
+    if not any(covered.contains(version, prereleases=True) for version in tried):
+        raise table.wrong(f"releases is {releases!r}, which no version can match")
     target = table.string("target", TARGETS[0])
     if target not in TARGETS:
         raise table.wrong(f"target is {target!r}; expected {' or '.join(TARGETS)}")

@@ -10,6 +10,7 @@ from patching_kit import MemoryTree, SeriesSandbox, diff, numbered
 from pyllamakv.errors import PatchFormatError
 from pyllamakv.patching import definition
 from pyllamakv.patching.definition import Definition, Marker, Port
+from pyllamakv.patching.hunks import Patch
 from pyllamakv.source.store import open_store
 
 if TYPE_CHECKING:
@@ -58,6 +59,30 @@ def test_release_bounds_are_compared_as_versions(spec: str, name: str, wanted: b
     assert Definition("p", "P", releases=spec).covers_release(name) is wanted
 
 
+@pytest.mark.parametrize("spec", [">0.3.5,<0.3.6", "==0.3.*", "~=0.3.5,!=0.3.5", ">=9", "<0.1"])
+def test_a_bound_may_be_any_version(tmp_path: Path, spec: str) -> None:
+    """A range is refused only if no version can be in it."""
+    bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
+    bench.add_patch("one", {"0.3.1": (OLD, NEW)}, releases=spec)
+    assert definition.load(bench.folder / "one").releases == spec
+
+
+@pytest.mark.parametrize(
+    ("bounds", "says"),
+    [
+        ({"since": "0.3.99"}, "p: since is '0.3.99', which is no known release"),
+        ({"until": "b1"}, "p: until is 'b1', which is no known release.*upstream add"),
+        ({"since": "0.3.9", "until": "0.3.5"}, "p: since is 0.3.9, which is newer than until"),
+    ],
+)
+def test_wrong_bounds_are_refused(bounds: dict[str, str], says: str) -> None:
+    """A patch is neither used nor left out because of a bound that nobody can compare."""
+    with pytest.raises(PatchFormatError, match=says):
+        Definition("p", "P", **bounds).covers_release("0.3.8")
+    based = Port("p", Patch(b"", ()), "b99999")
+    assert Definition("p", "P", since="b99999", ports=(based,)).covers_release("0.3.8")
+
+
 def test_loaded_definition_has_all_fields_and_ports(tmp_path: Path) -> None:
     """All fields are loaded, and the ports, composed of hooks and shared files."""
     bench = SeriesSandbox(open_store(tmp_path / "store.git"), tmp_path / "patches")
@@ -91,6 +116,7 @@ def test_hooks_that_change_a_shared_file_are_refused(tmp_path: Path) -> None:
         ('title = "Do', 'title = "" # "Do', "must be a text"),
         ('scenarios = ["some-scenario"]', "scenarios = []", "must not be empty"),
         ("[[port]]", "[port]", "list of tables"),
+        ('releases = ""', 'releases = ">=0.3.9,<0.3"', "no version can match"),
         ("schema = 1", "schema = ", "patch.toml"),
         pytest.param("schema = 1", "schema = " + "9" * 5000, "patch.toml", id="digits"),
         pytest.param("schema = 1", "a" + ".a" * 101 + " = 1", "more than 100 dots", id="dots"),
