@@ -376,7 +376,7 @@ def _sources(store: Store, tree: str, folders: frozenset[str]) -> used_names.Sou
 def _diff(store: Store, old: str, new: str, *paths: str) -> Patch:
     words = ("diff-tree", "-p", "-r", *_DIFF, old, new, "--", *paths)
     data = git_command.git_bytes(store.path, *words)
-    return hunks.parse(data, "merge.patch")
+    return hunks.parse(data, "merge.patch") if data else hunks.Patch(b"", ())
 
 
 def _reader(store: Store, tree: str) -> Reader:

@@ -91,6 +91,17 @@ def test_a_changed_neighbour_is_merged(bench: SeriesSandbox) -> None:
     assert file(bench, made.tree, "src/new.h") == FIXED["src/new.h"]
 
 
+def test_a_patch_is_carried_to_a_release_with_the_files_of_its_base(
+    bench: SeriesSandbox,
+) -> None:
+    """The port is no candidate there, because its markers do not match."""
+    definition = bench.folder / "fix" / "patch.toml"
+    text = definition.read_text("utf-8").replace("first_7", "nowhere", 1)
+    definition.write_text('author = "A <a@b>"\n' + text, "utf-8")
+    (step,) = carried(bench, "0.3.1").steps
+    assert (step.port.carried_from, len(step.placements)) == ("0.3.1", 2)
+
+
 @pytest.mark.slow
 def test_a_carried_tree_is_deterministic(bench: SeriesSandbox, tmp_path: Path) -> None:
     """Another store gives the same commit, and the port applies strictly to its release."""
