@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from pyllamakv.patching import conflict_help, drift, port_comparison, status
 from pyllamakv.patching import series as series_module
 from pyllamakv.source import release_chain
-from pyllamakv.source.releases import ARCHIVE_KINDS
 from pyllamakv.source.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -130,8 +129,7 @@ def _merged(
         file, number = _hunk(port, conflict)
         hunk = file.hunks[number - 1] if file and number else None
         after, changed = manual.base, release.name
-        # The commits of a fork are not in the chain of releases.
-        if file and hunk and release.kind in ARCHIVE_KINDS:
+        if file and hunk:
             found, before = drift.changed(port, file, hunk, release, chain, store)
             after, changed = (before, found) if found else (after, changed)
         yield HunkConflict(

@@ -269,8 +269,11 @@ def changed(
     Searches the chain from the base for the first release without the lines. For a target older
     than the base, it is the release that added them. A port without a base is treated as written
     for the release nearest to the target that has the lines, an older one first. Empty if the base
-    is not in the chain, or its stock tree does not have the lines (a required patch adds them).
+    is not in the chain, or its stock tree does not have the lines (a required patch adds them), and
+    for a git commit or a directory: its date does not state what of the chain it contains.
     """
+    if release.kind not in releases.ARCHIVE_KINDS:
+        return "", ""
     links = [link for link in line if link.release.kind in releases.ARCHIVE_KINDS]
     names = [link.release.name for link in links]
     base = port.base or _matching_release(file, hunk, release, links, store)

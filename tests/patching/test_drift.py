@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -109,6 +110,16 @@ def test_drift_of_a_foreign_patch_uses_the_nearest_release(
     assert (found.base, [hunk.changed_in for hunk in found.hunks]) == ("", ["", "0.3.4"])
     (found,) = drift.drift(bench.releases["0.3.1"], **words)
     assert [hunk.changed_in for hunk in found.hunks] == ["", "0.3.2"]
+
+
+@pytest.mark.slow
+def test_no_release_changed_the_lines_of_a_commit(bench: SeriesSandbox) -> None:
+    """The date of a commit does not state which releases it contains."""
+    release = replace(bench.releases["0.3.5"], kind="git")
+    bench.store.update_ref(f"refs/upstream/{release.key}", release.commit)
+    (found,) = drift.drift(release, series=series.load(bench.folder), store=bench.store)
+    assert [hunk.changed_in for hunk in found.hunks] == ["", ""]
+    assert "changed" not in str(found.bad[0])
 
 
 @pytest.mark.slow
