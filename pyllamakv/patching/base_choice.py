@@ -68,4 +68,12 @@ def nearest(definition: Definition, series: Series, onto: Release, *, store: Sto
         f"No port of {definition.id} applies strictly to any "
         "fetched release; run `pyllamakv upstream fetch` for more releases"
     )
+    port = definition.ports[0]
+    if port.requires:
+        needs = " ".join(port.requires)
+        msg += (
+            f", or, if {needs} was edited, make the change again in the tree of `pyllamakv patch "
+            f"apply RELEASE {needs} --to DIR` with the release of port {port.base}, and run "
+            f"`pyllamakv patch export {definition.id} --base {port.base} --from DIR`"
+        )
     raise NoPortApplies(msg, conflicts)

@@ -169,12 +169,21 @@ def from_folder(
     """Return the file of a port whose changes were made in a directory.
 
     The folder is compared with the base release plus the patches that the port requires. Raises
-    UsageError when nothing differs.
+    UsageError when nothing differs, and for the tree of another release or of other patches: their
+    differences would become a part of the port.
     """
     if not folder.is_dir():
         raise UsageError(f"There is no directory {folder}.")
     text = definition.port(base)
     ground = _ground(series, text, store or open_store())
+    if not _starts_from(ground, folder):
+        name = _release(base, series.lock).name
+        needs = " ".join(text.requires)
+        only = f", or of {needs} alone" if needs else ""
+        raise UsageError(
+            f"{folder} is the tree of another release or of other patches: change a tree of "
+            f"`pyllamakv patch apply {name} {text.id} --to DIR`{only}."
+        )
     keep = (*folders.GENERATED_FILES, ".git")
     differs = ground.store.compare(ground.tree, folder, keep=keep)
     if not differs:
@@ -184,6 +193,21 @@ def from_folder(
     draft.changes.update({path: _entry(folder / path) for path in differs.changed})
     draft.changes.update({path: _entry(folder / path) for path in differs.untracked})
     return _formatted(ground, definition, text, draft)
+
+
+def _starts_from(ground: _Ground, folder: Path) -> bool:
+    """Return whether a directory was exported from a tree, or from it with one more patch.
+
+    It is also returned for a directory that is not known to be an export.
+    """
+    stamp = folders.stamped(folder)
+    words = ("for-each-ref", "--format=%(tree) %(parent)", "refs/patched", "refs/upstream")
+    listed = git_command.git(ground.store.path, *words).split("\n")
+    known = [
+        parent for tree, _, parent in (line.partition(" ") for line in listed) if tree == stamp
+    ]
+    parents = {ground.store.tree_of(parent) for parent in known if parent}
+    return not known or stamp == ground.tree or ground.tree in parents
 
 
 def format_patch(store: Store, commit: str, prefix: str = "PATCH") -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,3 +37,5 @@ def test_every_conflict_is_reported(
         nearest(whole.definition("fix"), whole, onto, store=bench.store)
     (conflict,) = caught.value.conflicts
     assert conflict.patch.startswith(requires[0] if requires else "fix")
+    again = "if base was edited, .* `pyllamakv patch export fix --base 0.3.1 --from DIR`"
+    assert bool(re.search(again, str(caught.value))) is bool(requires)

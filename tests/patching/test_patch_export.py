@@ -118,6 +118,31 @@ def test_a_folder_without_change_is_refused(bench: SeriesSandbox, tmp_path: Path
         )
 
 
+def test_a_tree_with_other_patches_is_refused(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """The changes of a later patch, or of upstream, would become a part of the port."""
+    listed = series.load(bench.folder)
+    bench.add_release("0.3.2", OLD | {"src/b.cpp": numbered(20, l2="upstream")})
+    folder = tmp_path / "tree"
+
+    def exported(id_: str, *names: str, release: str = "0.3.1") -> bytes:
+        made = apply.apply(bench.releases[release], names, series=listed, store=bench.store)
+        bench.store.export(made.commit, folder)
+        (folder / "src" / "more.h").write_bytes(b"// more\n")
+        found = listed.definition(id_)
+        return patch_export.from_folder(listed, found, "0.3.1", folder, store=bench.store)
+
+    assert b"more.h" in exported("one", "one")
+    assert b"more.h" in exported("one")
+    assert b"more.h" in exported("two", "one", "two")
+    assert b"gone.cpp" not in exported("two", "one")
+    hint = r"of other patches: .* apply 0\.3\.1 one --to DIR`\."
+    with pytest.raises(UsageError, match=hint):
+        exported("one", "one", "two")
+    for names in ((), ("one",)):
+        with pytest.raises(UsageError, match="another release"):
+            exported("one", *names, release="0.3.2")
+
+
 def test_no_port_is_written_if_one_fails(bench: SeriesSandbox) -> None:
     """Either both ports are written, or none."""
     one, two = bench.file("one", "0.3.1"), bench.file("two", "0.3.1")
