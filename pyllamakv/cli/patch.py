@@ -428,7 +428,7 @@ def drift(
         write_json([one.as_json() for one in found])
     else:
         patch_views.drift(found, names or [], verbose=verbose)
-    if any(one.bad for one in found):
+    if any(one.bad and one.state != "contained" for one in found):
         raise typer.Exit(errors.PatchConflict.exit_code)
 
 

@@ -87,8 +87,9 @@ def check(folder: Path | None = None, *, scenarios: Collection[str] | None = Non
 def _files(found: Series, folder: Path) -> Iterator[LintFinding]:
     named = {port.path for definition in found for port in definition.ports}
     for path in sorted(folder.iterdir()):
-        unlisted = path.is_dir() and path.name not in (*found.order, shared_files.FOLDER)
-        if unlisted and any(file.is_file() for file in path.rglob("*")):
+        # The repository of a series may have other directories, such as .git and .github.
+        patch = (path / "patch.toml").is_file() or any(path.glob("*.patch"))
+        if patch and path.name not in (*found.order, shared_files.FOLDER):
             yield LintFinding(
                 path.name, 0, "series", "the directory is not in the order of series.toml"
             )

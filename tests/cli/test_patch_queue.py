@@ -115,7 +115,8 @@ def test_patch_queue_is_rebased_onto_a_new_remote_commit(
     assert f"@{commit}" in (queue / "upstream.lock.toml").read_text()
     git(queue, "add", "-A")
     git(queue, "commit", "-q", "-m", "Port mine-2")
-    assert run("patch", "status", upstream, "--patches", "queue")[0] == 0
+    for words in (["status", upstream], ["drift", upstream, "mine-1"], ["lint"]):
+        assert run("patch", *words, "--patches", "queue")[0] == 0
 
     code_, out, err = run("matrix", "watch", upstream, "--patches", "queue", "--report", "report")
     assert code_ == 0, err

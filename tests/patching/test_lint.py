@@ -90,7 +90,8 @@ def test_each_fault_has_its_lint_rule(
 
 def test_unlisted_directories_and_files_are_found(bench: SeriesSandbox) -> None:
     """Unlisted directories, and files of no port and no patch, are found."""
-    (bench.folder / "empty").mkdir()  # git would not keep it either
+    (bench.folder / ".git").mkdir()
+    (bench.folder / ".git" / "HEAD").write_text("x")
     (bench.folder / "stray").mkdir()
     (bench.folder / "stray" / "patch.toml").write_text("")
     (bench.folder / "one" / "old.patch").write_text("x")
