@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pyllamakv.errors import UsageError
 from pyllamakv.home import data, home
 
 
@@ -120,6 +122,16 @@ def _absolute(patches: str) -> str:
     return foreign_series.absolute(patches) if patches else ""
 
 
+def _writable(folder: Path | None) -> Path | None:
+    """Return a directory that exists, or can be made; raise UsageError for another one."""
+    there = folder
+    while there is not None and not there.exists() and there != there.parent:
+        there = there.parent
+    if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
+        raise UsageError(f"--to {folder}: {there} is not a directory that can be written.")
+    return folder
+
+
 # Which releases and patches.
 AllReleases = Annotated[bool, typer.Option("--all", help="Use every known release.")]
 OlderReleases = Annotated[bool, typer.Option("--all", help="Also list older versions.")]
@@ -220,5 +232,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show details and
 WithServer = Annotated[bool, typer.Option("--server", help="Include patches of llama-server.")]
 Github = Annotated[bool, typer.Option("--github", help="Print GitHub Actions syntax.")]
 Junit = Annotated[Path | None, typer.Option("--junit", help="Write JUnit XML to this file.")]
-To = Annotated[Path | None, typer.Option("--to", help="Write to this directory.")]
+To = Annotated[
+    Path | None, typer.Option("--to", help="Write to this directory.", callback=_writable)
+]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep archives in the data directory.")]

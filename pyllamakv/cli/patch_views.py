@@ -60,6 +60,7 @@ def _causes(found: Sequence[PatchStatus]) -> list[str]:
     for one in found:
         if one.bad or one.state in ("unknown", "contained"):
             reason = one.reason.splitlines()[0].rstrip(".").replace(one.release, "the release")
+            reason = reason.replace("(the release)", f"({one.release})")  # the base of the port
             groups.setdefault((one.id, reason), []).append(one)
     lines = []
     for (id_, reason), those in groups.items():

@@ -87,6 +87,10 @@ def test_patch_queue_is_rebased_onto_a_new_remote_commit(
     assert needs == [False] * 3
     queue = repository(tmp_path / "queue", {})
 
+    file = str(queue / "series.toml")
+    code_, _, err = run("patch", "import", "mails", "--id", "other", "--to", file)
+    assert (code_, "series.toml is not a directory" in err) == (2, True)
+
     code_, out, _ = run("patch", "status", old, upstream, "--patches", "queue", "--json")
     found = {(row["release"], row["patch"]): row["state"] for row in json.loads(out)}
     assert code_ == 3

@@ -323,6 +323,7 @@ def test_any_release_can_be_the_first_or_last(
         "b100 and later, releases through b300"
     )
     del bench.releases["b100"]
+    bench.folder = tmp_path / "second"
     take(bench, file, "other", base="0.3.2", until="b300")
     text = (bench.folder / "other" / "patch.toml").read_text("utf-8")
     assert 'releases = ">=0.3.2"\nuntil = "b300"\n' in text
