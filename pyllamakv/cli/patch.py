@@ -90,11 +90,14 @@ def apply(
     """Apply patches to a release and print the commit."""
     from pyllamakv.cli import progress_bar
     from pyllamakv.patching import apply as applying
+    from pyllamakv.source import tree_export
     from pyllamakv.source.store import open_store
 
     store = open_store()
     series = _series_of(patches)
     target = _release_of(release, series.lock)
+    if to is not None:
+        tree_export.check_unchanged(store, to)
     with progress_bar.progress() as progress:
         patched = applying.apply(
             target, names or None, series=series, store=store, progress=progress

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyllamakv.errors import SourceError, UsageError
+from pyllamakv.errors import GitError, SourceError, UsageError
 from pyllamakv.source import tree_limits
 from pyllamakv.source.files import translate_disk_errors, write_text_atomic
 
@@ -124,6 +124,20 @@ def compare(
     return Difference(tuple(changed), tuple(missing), tuple(stray))
 
 
+def check_unchanged(store: Store, folder: Path) -> None:
+    """Raise UsageError if files of an earlier export were changed: another export removes that."""
+    tree = stamped(folder)
+    if tree is None:
+        return
+    try:
+        lines = compare(store, tree, folder).lines()
+    except (GitError, SourceError):  # the tree of another store
+        return
+    if lines:
+        msg = f"{folder} has changes ({lines[0]}), which would be lost; name a new directory"
+        raise UsageError(msg)
+
+
 def _entries(store: Store, tree: str) -> list[TreeEntry]:
     """Return the entries of a tree without a stamp that was committed with an earlier export."""
     return [entry for entry in store.entries(tree) if entry.path != STAMP]
@@ -144,6 +158,9 @@ def _stamp(folder: Path, tree: str, *, complete: bool) -> None:
 
 def _refuse_foreign(folder: Path, keep: Sequence[str]) -> None:
     """Refuse a folder with files that no export put there: they would all be removed."""
+    if (folder / ".git").exists() and ".git" not in keep:
+        msg = f"{folder} is a git repository, which would be removed; name a new directory"
+        raise UsageError(msg)
     if (folder / STAMP).is_file():
         return
     # An export that was killed early has no stamp.

@@ -109,6 +109,10 @@ def test_patch_apply_prints_the_commit_and_writes_the_tree(
     assert facts["patches"] == ["one@0.3.1", "two@0.3.1"]
     assert (target / "src" / "a.cpp").read_bytes() == TWO["src/a.cpp"]
     assert facts["tree"] == bench.store.tree_of(facts["commit"])
+    (target / "src" / "a.cpp").write_text("edited")
+    code, _, err = call(bench, capsys, "apply", "0.3.1", "--to", str(target))
+    assert (code, "has changes (changed src/a.cpp)" in err) == (2, True)
+    assert (target / "src" / "a.cpp").read_text() == "edited"
     code, out, err = call(bench, capsys, "apply", "0.3.2", "one")
     assert (code, out) == (3, "")
     assert "cannot be carried from 0.3.1: src/a.cpp:40" in err

@@ -302,6 +302,23 @@ def test_a_foreign_folder_is_refused(store: Store, tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
+def test_edits_of_an_exported_directory_are_not_lost(store: Store, tmp_path: Path) -> None:
+    """A repository is never removed; edits are refused where a user names the directory."""
+    folder = tmp_path / "tree"
+    tree_export.check_unchanged(store, folder)
+    store.export(MAIN, folder)
+    tree_export.check_unchanged(store, folder)
+    (folder / "new.cpp").write_text("x")
+    with pytest.raises(UsageError, match=r"has changes \(stray new\.cpp\)"):
+        tree_export.check_unchanged(store, folder)
+    (folder / "new.cpp").unlink()
+    (folder / ".git").mkdir()
+    with pytest.raises(UsageError, match="is a git repository"):
+        store.export(MAIN, folder)
+    (folder / tree_export.STAMP).write_text('{"tree": "%s", "complete": true}' % ("1" * 40))
+    tree_export.check_unchanged(store, folder)
+
+
 @pytest.mark.regression(
     "a link in a foreign directory, at the path of a partial file, let a write replace any file "
     "of the user",
