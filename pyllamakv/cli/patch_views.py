@@ -45,9 +45,14 @@ def status(found: Sequence[PatchStatus], *, verbose: bool = False) -> None:
                 console.print(f"[bold]{_safe(one.id)} on {one.release}[/]: {_safe(reason)}")
                 _hunks(console, one)
                 _conflicts(console, one)
-    elif causes := _causes(found):
-        for line in causes:
-            console.print(line)
+        return
+    for line in (causes := _causes(found)):
+        console.print(line)
+    used = {one.id for one in found if one.state != "not-applicable"}
+    left = dict.fromkeys(_safe(one.id) for one in found if one.id not in used)
+    if left and used:
+        console.print(f"no part of these releases: {', '.join(left)}; -v shows the reasons")
+    if causes:
         console.print("-v shows each hunk", style="dim")
 
 

@@ -122,7 +122,7 @@ def test_view_escapes_control_characters_and_cuts_lines(capsys: pytest.CaptureFi
 
 
 def test_release_without_an_applicable_patch_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    """A release without a patch has a line; other such patches are omitted."""
+    """A release without a patch has a line, and so have the patches of no release."""
     patch_views.status(
         [
             PatchStatus("b1", "one", "applies"),
@@ -135,4 +135,5 @@ def test_release_without_an_applicable_patch_has_a_row(capsys: pytest.CaptureFix
     assert rows[1:] == [
         "b1 applies one",
         "path:half not-applicable all patches; -v shows the reasons",
+        "no part of these releases: two; -v shows the reasons",
     ]
