@@ -139,6 +139,21 @@ def build_series(
     return build_patched(found, apply.apply(found, names, series=series), **options)
 
 
+def check_series(release: str, names: Sequence[str] | None = None, patches: str = "") -> None:
+    """Raise NoPortApplies if a patch that is meant for a release does not apply to it.
+
+    A build has the patches that apply. The arguments are those of `build_series`.
+    """
+    from pyllamakv.patching import apply, port_choice
+    from pyllamakv.source import fetch, spec_resolver
+
+    series = port_choice.load_series(patches)
+    # A series may change only the server.
+    if len(series):
+        found = fetch.fetch(spec_resolver.resolve(release, series.lock))
+        apply.apply(found, names, series=series).check_complete()
+
+
 def default_jobs() -> int:
     """Return the number of parallel compilers, from the processors and the available memory."""
     return max(1, min(usable_cpus(), available_memory() // _BYTES_PER_JOB))

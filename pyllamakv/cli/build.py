@@ -53,7 +53,8 @@ def command(
             raise UsageError("--list has no other option than --json")
         _list(as_json=as_json)
         return
-    from pyllamakv.building.build import build_series
+    from pyllamakv.building.build import build_series, check_series
+    from pyllamakv.building.variant import find
     from pyllamakv.cli import progress_bar
     from pyllamakv.server.server_build import build_server
     from pyllamakv.source import verified
@@ -62,8 +63,13 @@ def command(
         raise UsageError("choose one of --series, --patches and --stock")
     built: list[tuple[Spec, Variant, BuiltServer | None]] = []
     options: Any = {"backend": backend, "native": not portable, "jobs": jobs}
+    specs = _specs(release or verified.newest().name, series, stock=stock)
+    for spec in specs:
+        there = not patches and find(spec, backend=backend, native=not portable)
+        if spec.series != () and not there:
+            check_series(spec.release, spec.series, patches)
     with progress_bar.progress() as progress:
-        for spec in _specs(release or verified.newest().name, series, stock=stock):
+        for spec in specs:
             words: Any = {**options, "patches": patches, "progress": progress}
             made = build_server(spec, **words) if server else None
             variant = made.variant if made else build_series(spec.release, spec.series, **words)

@@ -118,14 +118,7 @@ def apply(
 
 def _check_series(patched: PatchedRelease) -> None:
     """Report skipped patches; raise NoPortApplies for those that are meant for the release."""
-    failed = [skip for skip in patched.skipped if skip.failed]
-    if failed:
-        reasons = "".join(f"\n  {skip.id}: {skip.reason}" for skip in failed)
-        msg = (
-            f"{len(failed)} patches of the series do not apply to {patched.release}, nothing was "
-            f"written: rebase them, limit their `releases`, or name the patches to apply.{reasons}"
-        )
-        raise errors.NoPortApplies(msg, [error for skip in failed for error in skip.conflicts])
+    patched.check_complete()
     for skip in patched.skipped:
         note(f"skipped {skip.id}: {skip.reason}")
 

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pyllamakv.errors import NoPortApplies
 from pyllamakv.patching import mail_header, port_choice, trees
 from pyllamakv.patching import series as series_module
 from pyllamakv.patching.carry import Carrier
@@ -48,6 +49,18 @@ class PatchedRelease:
     def carried(self) -> dict[str, str]:
         """Return the base of the port that each carried patch was merged from, by id."""
         return {port.id: port.carried_from for port in self.ports if port.carried_from}
+
+    def check_complete(self) -> None:
+        """Raise NoPortApplies if a skipped patch is meant for the release."""
+        failed = [skip for skip in self.skipped if skip.failed]
+        if failed:
+            reasons = "".join(f"\n  {skip.id}: {skip.reason}" for skip in failed)
+            msg = (
+                f"{len(failed)} patches of the series do not apply to {self.release}, nothing was "
+                "written: rebase them, limit their `releases`, or name the patches to "
+                f"apply.{reasons}"
+            )
+            raise NoPortApplies(msg, [error for skip in failed for error in skip.conflicts])
 
 
 def apply(

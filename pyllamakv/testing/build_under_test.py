@@ -62,6 +62,8 @@ class BuildUnderTest:
         from pyllamakv.building import build
 
         spec = variants.parse(self.spec)
+        if not self.stock and not self._built():
+            build.check_series(spec.release, spec.series, self.patches)
         return build.build_series(spec.release, spec.series, self.patches, backend=self.backend)
 
     def open(

@@ -11,8 +11,10 @@ from fakes import cell_results
 from patching_kit import code, fill, repository
 
 from pyllamakv.cli import main
+from pyllamakv.errors import NoPortApplies
 from pyllamakv.source import lockfile
 from pyllamakv.source.git_command import git, git_bytes
+from pyllamakv.testing.build_under_test import BuildUnderTest
 from pyllamakv.verification import cell, result_cache
 
 if TYPE_CHECKING:
@@ -103,6 +105,11 @@ def test_patch_queue_is_rebased_onto_a_new_remote_commit(
     likely = "rewrite the hunk: upstream changed a line that it replaces"
     text = " ".join(run("patch", "status", upstream, "--patches", "queue")[1].split())
     assert text.count(f"likely: {likely}") == 1
+
+    code_, out, err = run("build", upstream, "--patches", "queue")
+    assert (code_, out, "1 patches of the series do not apply" in err) == (3, "", True)
+    with pytest.raises(NoPortApplies, match="mine-2: "):
+        _ = BuildUnderTest(f"{upstream}+patched", patches="queue").variant
 
     code_, out, _ = run("patch", "newest", old, upstream, "--patches", "queue")
     assert code_ == 0
