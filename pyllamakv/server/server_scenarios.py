@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -858,6 +859,8 @@ def _park_limit(lab: ServerLab) -> None:
     for text, expected in (("1", ["", "503 LLAMA_SERVER_PARK_MIB"]), ("0", ["500 Context"] * 2)):
         with _parking_server(lab, text) as server:
             _exceed_limit(lab, server, expected)
+    _park_beside_embeddings(lab)
+    _rank_together(lab)
     try:
         with _parking_server(lab, "16") as server:
             _exceed_cells(lab, server)
@@ -920,6 +923,56 @@ def _leave_while_parked(lab: ServerLab, server: ServerProcess) -> None:
         _refuse_parked(metrics)
 
 
+def _park_beside_embeddings(lab: ServerLab) -> None:
+    """Request an embedding, which shares no batch with a parked request; both are answered."""
+    words = ("--metrics", "--embeddings", "--pooling", "last")
+    size = ("-b", str(_MANY_CELLS), "-ub", str(_MANY_CELLS))
+    with (
+        lab.server(*words, *size, model="sliding", slots=3, cells=_MANY_CELLS) as server,
+        ServerClient(server.url, timeout=_IDLE) as client,
+        ThreadPoolExecutor(1) as pool,
+        _half_of_the_cells(lab, server) as answers,
+    ):
+        # It fits with the parked request no better than the other one does.
+        prompt = lab.prompt(client, _HALF + _QUARTER // 2)
+        found = pool.submit(client.post, "/v1/embeddings", {"input": list(prompt)})
+        until = time.monotonic() + _IDLE
+        with ServerClient(server.url) as other:
+            while not other.slots()[2]["is_processing"] and not found.done():
+                if time.monotonic() > until:
+                    raise ScenarioFailed("a request for an embedding starts in no slot")
+        lasts = [list(each)[-1] for each in answers]
+        if not found.result()["data"]:
+            raise ScenarioFailed("a request for an embedding has none", failure="lost")
+        for last in lasts:
+            if last.get("tokens_predicted") != _QUARTER:
+                raise ScenarioFailed("an answer beside an embedding is incomplete", failure="lost")
+        lab.note(requests=1)
+
+
+def _rank_together(lab: ServerLab) -> None:
+    """Request ranks of documents that do not fit together; such requests are not parked."""
+    with (
+        lab.server("--metrics", "--reranking", slots=CLIENTS, cells=_FEWER_CELLS) as server,
+        ServerClient(server.url) as client,
+    ):
+
+        def rank(one: ServerClient, document: str) -> int:
+            body = {"query": "a", "documents": [document]}
+            return len(one.post("/v1/rerank", body)["results"])
+
+        # The values are not compared: the model has no head for ranks.
+        words = [lab.words(_FEWER_CELLS // 10) for _ in range(32)]
+        found = in_parallel(server.url, words, CLIENTS, rank)
+        lab.note(requests=len(found))
+        for each in found:
+            if each != 1:
+                raise ScenarioFailed(f"a request that fits alone is not answered: {each}")
+        metrics = client.metrics()
+        if metrics[_PARKS] or metrics[_PARK_FAILURES]:
+            raise ScenarioFailed("requests for ranks were parked or failed")
+
+
 def _exceed_limit(lab: ServerLab, server: ServerProcess, expected: Sequence[str]) -> None:
     """Send two requests that do not fit together; compare how they are refused, if at all."""
     with ServerClient(server.url) as client:
@@ -952,9 +1005,13 @@ def _exceed_cells(lab: ServerLab, server: ServerProcess) -> None:
         return len(found[0].tokens)
 
     family, single = in_parallel(server.url, [2, 1], 2, ask)
+    with ServerClient(server.url) as client:
+        failures = client.metrics()[_PARK_FAILURES]
     lab.note(requests=2, refused=1)
     if not isinstance(family, PromptTooLong) or "needs" not in str(family):
         raise ScenarioFailed(f"two answers that do not fit are not refused: {family!r}")
+    if failures != 1:
+        raise ScenarioFailed(f"{_PARK_FAILURES} is {failures:g} after one refused request")
     if single != _ANSWER:
         raise ScenarioFailed(f"an answer beside a refused request is {single!r}", failure="lost")
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import projector_kit
 import pytest
 from patching_kit import SeriesSandbox, code, numbered
 
@@ -368,6 +369,43 @@ def test_a_request_above_the_limit_fails_alone(tmp_path: Path) -> None:
         assert after["llamacpp:parked_slots"] == after["llamacpp:parked_bytes"] == 0
         # The server is as before.
         assert ask_together(server.url, count=1) == [200]
+
+
+@pytest.mark.native
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["draft model", "n-grams", "projector"])
+def test_servers_that_evaluate_more_than_tokens_park_nothing(tmp_path: Path, kind: str) -> None:
+    """Requests that do not fit together end with the error of upstream."""
+    if kind == "draft model":
+        draft = synthetic_models.generate(MODELS["other"], home() / "models")
+        words = ["-md", str(draft), "--spec-type", "draft-simple"]
+    elif kind == "n-grams":
+        words = ["--spec-type", "ngram-simple"]
+    else:
+        words = ["--mmproj", str(projector_kit.write(tmp_path / "mm.gguf", MODELS["full"].n_embd))]
+    with serve_few_cells(tmp_path, *words) as server:
+        assert 500 in ask_together(server.url)
+        assert metrics(server.url)["llamacpp:parks_total"] == 0
+
+
+@pytest.mark.native
+@pytest.mark.slow
+@pytest.mark.parametrize("pooling", ["mean", "last", "none"])
+def test_embeddings_are_not_parked(tmp_path: Path, pooling: str) -> None:
+    """One that finds no cells among others fails alone, and not as one that does not fit."""
+
+    def embed(client: ServerClient, token: int) -> int:
+        return len(client.post("/embeddings", {"content": [token] * 262}))
+
+    words = ("--embeddings", "--pooling", pooling)
+    with serve_few_cells(tmp_path, *words) as server:
+        found = in_parallel(server.url, range(70, 102), 4, embed)
+        after = metrics(server.url)
+    failed = [each for each in found if each != 1]
+    assert {getattr(each, "code", each) for each in failed} <= {503}
+    assert all("cannot be parked" in str(each) for each in failed)
+    assert after["llamacpp:park_failures_total"] == len(failed) < len(found) / 2
+    assert after["llamacpp:parks_total"] == 0
 
 
 @pytest.mark.native
