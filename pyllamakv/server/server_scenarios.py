@@ -53,6 +53,9 @@ _IDLE = 60.0
 #: Seconds until a chat must be answered.
 _CHAT = 120.0
 
+#: Seconds until a request with tools must be answered: the server fills the memory meanwhile.
+_TOOLS = 20.0
+
 #: Seconds in which the log of a batch follows its answer: a thread of the server writes it.
 _LOGGED = 0.2
 
@@ -108,6 +111,30 @@ _LOOSE_SCHEMAS: tuple[dict[str, Any], ...] = (
 #: A JSON schema that a grammar enforces, and what its answers match.
 _GOOD_SCHEMA = {"type": "string", "pattern": "^(ab|cd){2,3}$"}
 _GOOD_TEXT = re.compile('"(ab|cd){2,3}"')
+
+#: Parameters of a tool that a grammar repeats without end, with the part to name in the error.
+#: Stock hangs at each until the memory is full. Other patterns accept any string.
+_BAD_PARAMETERS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"type": "string", "pattern": "^a{2,1}$"}, "{2,1}"),
+    ({"type": "string", "minLength": 3, "maxLength": 2}, "{3,2}"),
+    ({"type": "array", "items": {"type": "null"}, "minItems": 3, "maxItems": 2}, "{2,1}"),
+)
+_LOOSE_PARAMETER = {"type": "string", "pattern": "[a-z]+"}
+
+#: A chat template from which the server derives a grammar of tool calls.
+_TEMPLATE = """
+{%- for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 #: Bytes at the end of a slot file that server-safety writes.
 _SEAL = 32
@@ -633,6 +660,25 @@ def _schema(lab: ServerLab) -> None:
                 raise ScenarioFailed(f"{text!r} does not match the schema", failure="data")
         schemas = len(_BAD_SCHEMAS) + len(_LOOSE_SCHEMAS) + 1
         lab.note(requests=2 * schemas + len(_BAD_GRAMMARS))
+    with lab.folder() as folder:
+        template = folder / "template.jinja"
+        template.write_text(_TEMPLATE, encoding="utf-8")
+        with (
+            lab.server("--jinja", "--chat-template-file", str(template)) as server,
+            ServerClient(server.url, timeout=_TOOLS) as client,
+        ):
+
+            def call(schema: dict[str, Any], choice: str) -> str:
+                parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+                tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+                body = {**chat, "tools": [tool], "tool_choice": choice}
+                return str(client.post("/v1/chat/completions", body))
+
+            for choice in ("auto", "required"):
+                for schema, part in _BAD_PARAMETERS:
+                    _refuse_answer(lambda: call(schema, choice), f"{schema}", part)  # noqa: B023
+                call(_LOOSE_PARAMETER, choice)
+        lab.note(requests=2 * len(_BAD_PARAMETERS) + 2)
 
 
 def _refuse_answer(send: Callable[[], str], what: str, part: str) -> None:
