@@ -298,6 +298,20 @@ def test_stock_server_has_no_cell_metrics(tmp_path: Path) -> None:
         assert not any("kv_slot" in name or "kv_defrag" in name for name in metrics(server.url))
 
 
+@pytest.mark.native
+@pytest.mark.slow
+def test_a_model_without_cells_has_no_cell_metrics(tmp_path: Path) -> None:
+    """Its memory is a state of each slot."""
+    with (
+        serve_few_cells(tmp_path, model="recurrent") as server,
+        ServerClient(server.url) as client,
+    ):
+        client.complete([70] * 50, 4)
+        found = metrics(server.url)
+    assert not any("kv_" in name for name in found)
+    assert found["llamacpp:parks_total"] == 0
+
+
 def serve_few_cells(
     folder: Path, *arguments: str, model: str = "full", cells: int = 512, **variables: str
 ) -> ServerProcess:
@@ -356,23 +370,6 @@ def test_requests_that_are_not_parked_end_as_on_stock(
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_a_request_above_the_limit_fails_alone(tmp_path: Path) -> None:
-    """With status 503, while others are answered; 1 MiB is less than two sequences."""
-    wide = ("-ctk", "f32", "-ctv", "f32", "-fa", "off", "-ub", "32")
-    with serve_few_cells(
-        tmp_path, *wide, model="sliding", cells=1024, LLAMA_SERVER_PARK_MIB="1"
-    ) as server:
-        found = ask_together(server.url, n_predict=800)
-        assert set(found) == {200, 503}, found
-        after = metrics(server.url)
-        assert after["llamacpp:park_failures_total"] == found.count(503)
-        assert after["llamacpp:parked_slots"] == after["llamacpp:parked_bytes"] == 0
-        # The server is as before.
-        assert ask_together(server.url, count=1) == [200]
-
-
-@pytest.mark.native
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["draft model", "n-grams", "projector"])
 def test_servers_that_evaluate_more_than_tokens_park_nothing(tmp_path: Path, kind: str) -> None:
     """Requests that do not fit together end with the error of upstream."""
@@ -410,18 +407,43 @@ def test_embeddings_are_not_parked(tmp_path: Path, pooling: str) -> None:
 
 @pytest.mark.native
 @pytest.mark.slow
-def test_repeated_parking_keeps_the_resident_memory(tmp_path: Path) -> None:
-    """Its resident memory stays the same after a start, and no request remains parked."""
-    sizes = []
-    with serve_few_cells(tmp_path, "--cache-ram", "0", LLAMA_SERVER_PARK_MIB="64") as server:
-        for _ in range(5):
-            assert set(ask_together(server.url, count=24)) == {200}
-            status = Path(f"/proc/{server.pid}/status").read_text("utf-8")
-            sizes.append(int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]))
+def test_a_request_above_the_limit_fails_alone(tmp_path: Path) -> None:
+    """With status 503, while others are answered; 1 MiB is less than two sequences."""
+    wide = ("-ctk", "f32", "-ctv", "f32", "-fa", "off", "-ub", "32")
+    with serve_few_cells(
+        tmp_path, *wide, model="sliding", cells=1024, LLAMA_SERVER_PARK_MIB="1"
+    ) as server:
+        found = ask_together(server.url, n_predict=800)
+        assert set(found) == {200, 503}, found
         after = metrics(server.url)
-    assert after["llamacpp:parks_total"] == after["llamacpp:resumes_total"] > 24
+        assert after["llamacpp:park_failures_total"] == found.count(503)
+        assert after["llamacpp:parked_slots"] == after["llamacpp:parked_bytes"] == 0
+        # The server is as before.
+        assert ask_together(server.url, count=1) == [200]
+
+
+@pytest.mark.native
+@pytest.mark.slow
+def test_ten_thousand_parks_keep_the_resident_memory(tmp_path: Path) -> None:
+    """It stays the same after the first tenth, and no request remains parked."""
+    sizes: dict[int, int] = {}
+
+    def ask(client: ServerClient, token: int) -> None:
+        client.complete([token] * 10, 240, n_probs=0)
+
+    words = ("--cache-ram", "0")
+    with serve_few_cells(tmp_path, *words, cells=256, LLAMA_SERVER_PARK_MIB="64") as server:
+        while (parks := max(sizes, default=0)) < 10_000:
+            assert set(in_parallel(server.url, range(70, 110), 4, ask)) == {None}
+            after = metrics(server.url)
+            status = Path(f"/proc/{server.pid}/status").read_text("utf-8")
+            sizes[int(after["llamacpp:parks_total"])] = int(
+                re.findall(r"VmRSS:\s+(\d+) kB", status)[0]
+            )
+            assert max(sizes) > parks
+    assert after["llamacpp:parks_total"] == after["llamacpp:resumes_total"]
     assert after["llamacpp:parked_slots"] == after["llamacpp:parked_bytes"] == 0
-    assert sizes[-1] - sizes[2] < 4096
+    assert max(sizes.values()) - max(size for at, size in sizes.items() if at < 1_000) < 4096
 
 
 @pytest.mark.native
