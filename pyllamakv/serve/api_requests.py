@@ -6,12 +6,14 @@ is not listed here is refused. Ranges of sampler parameters are checked by `Samp
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+import re
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pyllamakv.binding.protocol import SamplerParams
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import GrammarError, SchemaError, UsageError
+from pyllamakv.serve.engine import InvalidField
 
 #: Fields of OpenAI's API that are refused, and the values with which they request nothing.
 UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
@@ -97,7 +99,7 @@ TokenCount = Annotated[int, Field(ge=0, le=_INT32)]
 Name = Annotated[str, Field(max_length=_MAX_NAME)]
 Grammar = Annotated[str, Field(max_length=_MAX_GRAMMAR)]
 JsonObject = Annotated[dict[str, Any], BeforeValidator(_limited_values)]
-Stop = Annotated[str, Field(max_length=_MAX_STOP)]
+Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP)]
 Stops = Annotated[list[Stop], Field(max_length=_MAX_STOPS, fail_fast=True)]
 Samplers = Annotated[list[Name], Field(max_length=_MAX_SAMPLERS, fail_fast=True)]
 Breaker = Annotated[str, Field(max_length=_MAX_BREAKER)]
@@ -169,9 +171,11 @@ class ResponseFormat(ApiObject):
         """Return the schema that a reply must meet, or None."""
         given = self.json_schema.schema_ if self.json_schema is not None else self.schema_
         if self.type == "json_schema" and given is None:
-            raise UsageError("response_format of type json_schema has no json_schema.schema")
+            msg = "response_format of type json_schema has no json_schema.schema"
+            raise InvalidField(msg, "response_format")
         if self.type == "text" and given is not None:
-            raise UsageError("response_format of type text has a schema; use type json_schema")
+            msg = "response_format of type text has a schema; use type json_schema"
+            raise InvalidField(msg, "response_format")
         return given if given is not None or self.type == "text" else {"type": "object"}
 
 
@@ -216,6 +220,9 @@ Messages = Annotated[
 
 class GenerationFields(ApiObject):
     """The fields that completions and chats share."""
+
+    #: The field that has the prompt.
+    prompt_field: ClassVar[str]
 
     model: Name | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
@@ -273,7 +280,8 @@ class GenerationFields(ApiObject):
         """Return the maximum number of tokens, ``default`` if none is given; None: no limit."""
         given = self.given_limits
         if len(set(given.values())) > 1:
-            raise UsageError(f"{' and '.join(given)} differ: send one of them")
+            msg = f"{' and '.join(given)} differ: send one of them"
+            raise InvalidField(msg, next(iter(given)))
         value = next(iter(given.values()), default)
         return None if value == -1 else value
 
@@ -281,13 +289,27 @@ class GenerationFields(ApiObject):
         """Return the JSON schema that a reply must meet, or None."""
         formatted = None if self.response_format is None else self.response_format.to_schema()
         if formatted is not None and self.json_schema is not None:
-            raise UsageError("response_format and json_schema both have a schema: send one of them")
-        return formatted if formatted is not None else self.json_schema
+            msg = "response_format and json_schema both have a schema: send one of them"
+            raise InvalidField(msg, "json_schema")
+        found = formatted if formatted is not None else self.json_schema
+        if found is not None and self.grammar is not None:
+            msg = "a schema and grammar both restrict the text: send one of them"
+            raise InvalidField(msg, "grammar")
+        return found
+
+    def param_of(self, error: UsageError) -> str:
+        """Return the field that an error of `Engine.complete` is about."""
+        if isinstance(error, GrammarError):
+            return "grammar"
+        if isinstance(error, SchemaError):
+            return "json_schema" if self.json_schema is not None else "response_format"
+        param = error.param if isinstance(error, InvalidField) else "prompt"
+        return self.prompt_field if param == "prompt" else param
 
     def sampler_params(self, n_ctx: int) -> SamplerParams:
         """Return the parameters of the sampler; ``n_ctx`` replaces -1 as a number of tokens.
 
-        Raises UsageError for a value out of range, and for contradictions.
+        Raises InvalidField for a value out of range, and for contradictions.
         """
         found: dict[str, Any] = {"logit_bias": self._biases()}
         for name in _SAMPLER_FIELDS & self.model_fields_set | {"temperature"}:
@@ -302,7 +324,10 @@ class GenerationFields(ApiObject):
             found["top_n_sigma"] = 0.0
         if self.samplers is not None:
             found["samplers"] = tuple(_SAMPLERS.get(each, each) for each in self.samplers)
-        return SamplerParams(**found)
+        try:
+            return SamplerParams(**found)
+        except UsageError as error:
+            raise _as_sent(error) from error
 
     def _biases(self) -> dict[int, float]:
         """Return tokens with biases; OpenAI's -100, and false, exclude a token."""
@@ -312,17 +337,28 @@ class GenerationFields(ApiObject):
             token, value = pair if len(pair) == 2 else (None, None)
             number = int(token) if isinstance(token, str) and _is_number(token) else token
             if type(number) is not int or value is None or value is True:
-                raise UsageError("logit_bias must map token numbers to numbers")
+                raise InvalidField("logit_bias must map token numbers to numbers", "logit_bias")
             excludes = value is False or value <= -100
             try:
                 found[number] = float("-inf") if excludes else float(value)
             except OverflowError:
-                raise UsageError(f"the bias of token {number} is too large a number") from None
+                msg = f"the bias of token {number} is too large a number"
+                raise InvalidField(msg, "logit_bias") from None
         return found
 
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 10
+
+
+def _as_sent(error: UsageError) -> UsageError:
+    """Return an error of `SamplerParams` with the names of the request, of which one is first."""
+    message = str(error)
+    for sent, own in _RENAMED.items():
+        message = re.sub(rf"\b{own}\b", sent, message)
+    named = (word for word in re.findall(r"\w+", message) if word in GenerationFields.model_fields)
+    param = next(named, None)
+    return error if param is None else InvalidField(message, param)
 
 
 _SAMPLER_FIELDS: Final = frozenset(GenerationFields.model_fields) & (
@@ -332,6 +368,8 @@ _SAMPLER_FIELDS: Final = frozenset(GenerationFields.model_fields) & (
 
 class TextRequest(GenerationFields):
     """The body of a completion: prompts as text or tokens."""
+
+    prompt_field = "prompt"
 
     prompt: str | Tokens | TextPrompts | TokenPrompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -343,7 +381,7 @@ class TextRequest(GenerationFields):
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
-            raise UsageError("prompt is an empty list")
+            raise InvalidField("prompt is an empty list", "prompt")
         if isinstance(prompt[0], int):
             return [prompt]
         return prompt
@@ -351,6 +389,8 @@ class TextRequest(GenerationFields):
 
 class ChatRequest(GenerationFields):
     """The body of a chat completion."""
+
+    prompt_field = "messages"
 
     messages: Messages
     max_completion_tokens: TokenCount | None = None
@@ -370,7 +410,7 @@ class ChatRequest(GenerationFields):
     def n_logprobs(self) -> int | None:
         """Return the number of most likely tokens of each token; None: no log-probabilities."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise UsageError("top_logprobs requires logprobs: true")
+            raise InvalidField("top_logprobs requires logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

@@ -38,7 +38,7 @@ from pyllamakv.serve.api_requests import (
     TextRequest,
     UnpinRequest,
 )
-from pyllamakv.serve.engine import GenerationOptions, Tenant
+from pyllamakv.serve.engine import GenerationOptions, InvalidField, Tenant
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
@@ -66,7 +66,7 @@ _MAX_CONTAINERS: Final = 200_000
 #: Names of types in the place of an error, besides those with brackets.
 _TYPES_TRIED: Final = ("str", "constrained-str", "int", "float", "bool")
 #: Errors that name the reason best, if a value has several.
-_LIMIT_ERRORS: Final = ("too_long", "string_too_long", "value_error")
+_LIMIT_ERRORS: Final = ("too_long", "string_too_long", "string_too_short", "value_error")
 #: Routes that need no key.
 _OPEN: Final = ("/health",)
 
@@ -337,7 +337,7 @@ class Api:
         top_logprobs: int | None,
     ) -> GenerationOptions:
         if body.stream_options is not None and not body.stream:
-            raise UsageError("stream_options requires stream: true")
+            raise InvalidField("stream_options requires stream: true", "stream_options")
         return GenerationOptions(
             n=body.n,
             max_tokens=body.limit(default),
@@ -357,7 +357,11 @@ class Api:
         reply: TextFormat,
     ) -> Any:
         """Return the stream of a completion when it has text, or the reply when it has ended."""
-        completion = await _unless_gone(request, work, lambda unread: unread.close())
+        try:
+            completion = await _unless_gone(request, work, lambda unread: unread.close())
+        except UsageError as error:
+            status, code = status_of(error)
+            raise refused(status, str(error), code, body.param_of(error)) from error
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(reply.events(completion, usage=usage), completion.close)
@@ -461,7 +465,8 @@ async def _kv_error(_request: Request, error: Exception) -> Any:
     assert isinstance(error, KvError)
     status, code = status_of(error)
     headers = {"Retry-After": RETRY_AFTER} if status in (429, 503) else None
-    return JSONResponse(error_reply(status, str(error), code), status, headers)
+    param = error.param if isinstance(error, InvalidField) else None
+    return JSONResponse(error_reply(status, str(error), code, param), status, headers)
 
 
 async def _invalid(_request: Request, error: Exception) -> Any:

@@ -53,6 +53,14 @@ _MAX_LOGPROBS: Final = 1_000_000
 _LEAST_LONGEST: Final = 16
 
 
+class InvalidField(UsageError):
+    """A field of a request has a value that is not accepted; ``param`` is its name there."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """Whose cached prefixes a request shares.
@@ -205,7 +213,7 @@ class Engine:
         names = {"self", "messages", "tools", "template", "add_generation_prompt"}
         if reserved := names & set(variables or {}):
             msg = f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}"
-            raise UsageError(msg)
+            raise InvalidField(msg, "chat_template_kwargs")
         text = self.model.apply_chat_template(
             messages,
             template=self._template,
@@ -220,17 +228,21 @@ class Engine:
         """Start the generations of a request; return when the first of each prompt has text.
 
         ``tokenize`` returns the tokens of ``n_prompts`` prompts. Raises NoSlotAvailable if the
-        queue is full, PromptTooLong and BudgetTooSmall for a prompt that can never fit, UsageError
-        for too many log-probabilities, and the errors of `Batcher.submit` and of a generation that
-        fails at once. Nothing runs then.
+        queue is full, PromptTooLong and BudgetTooSmall for a prompt that can never fit,
+        InvalidField for too many texts or log-probabilities, and the errors of `Sampler`, of
+        `Batcher.submit` and of a generation that fails at once. Nothing runs then.
         """
-        self._check_logprobs(n_prompts * options.n, options)
+        n = n_prompts * options.n
+        if n > self.capacity:
+            msg = f"the request has {n} texts, and the server takes {self.capacity}: send fewer"
+            raise InvalidField(msg, "n" if options.n > 1 else "prompt")
+        self._check_logprobs(n, options)
 
         def prepare() -> tuple[list[list[int]], list[Sampler | SamplerParams]]:
             prompts = tokenize()
             return prompts, self._samplers(len(prompts), options)
 
-        with self._reserve(n_prompts * options.n):
+        with self._reserve(n):
             prepared = await self.in_thread(prepare)
         made = ActiveRequest(self, options, *prepared)
         try:
@@ -244,7 +256,7 @@ class Engine:
         return made
 
     def _check_logprobs(self, n_texts: int, options: GenerationOptions) -> None:
-        """Raise UsageError if the texts of a request may have too many log-probabilities."""
+        """Raise InvalidField if the texts of a request may have too many log-probabilities."""
         if options.top_logprobs is None:
             return
         longest = self._longest_prompt
@@ -257,7 +269,7 @@ class Engine:
                 f"log-probabilities each exceed {_MAX_LOGPROBS}: send at most "
                 f"{_MAX_LOGPROBS // each} as max_tokens, or fewer top_logprobs"
             )
-            raise UsageError(msg)
+            raise InvalidField(msg, "logprobs")
 
     async def _explained(self, error: NoKVSlot, tenant: Tenant) -> KvError:
         """Return the error of a prompt without cells: UsageError if pinned prefixes have them.
@@ -279,7 +291,14 @@ class Engine:
     def _samplers(
         self, n_prompts: int, options: GenerationOptions
     ) -> list[Sampler | SamplerParams]:
-        """Return a sampler for each text; the second text of a prompt has the next seed."""
+        """Return a sampler for each text; the second text of a prompt has the next seed.
+
+        Raises InvalidField for a bias of an unknown token, and as `Sampler` does.
+        """
+        most = self.model.info.n_vocab - 1
+        if (last := max(dict(options.params.logit_bias), default=0)) > most:
+            msg = f"logit_bias has token {last}, and the tokens of the model are 0 to {most}"
+            raise InvalidField(msg, "logit_bias")
         found: list[Sampler | SamplerParams] = []
         for i in range(n_prompts * options.n):
             params = options.params
@@ -313,9 +332,6 @@ class Engine:
         """Raise if ``n`` more generations would be too many, or if the server is stopping."""
         if self._stopping:
             raise Closed("the server is stopping; send the request to another one")
-        if n > self.capacity:
-            msg = f"the request has {n} texts, and the server takes {self.capacity}: send fewer"
-            raise UsageError(msg)
         if (pending := self.pending) + n > self.capacity:
             msg = f"{pending} of {self.capacity} generations run or wait; try again later"
             raise NoSlotAvailable(msg, slots=self.capacity)

@@ -214,6 +214,11 @@ def test_tokens_can_be_the_prompt(tmp_path: Path) -> None:
     assert many["usage"]["prompt_tokens"] == 4
 
 
+MESSAGE = {"role": "user", "content": "Hi"}
+TOO_LONG = "context_length_exceeded"
+VARIABLES = "chat_template_kwargs"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "code", "param", "text"),
     [
@@ -222,43 +227,49 @@ def test_tokens_can_be_the_prompt(tmp_path: Path) -> None:
         (COMPLETE, b"[1]", None, None, "should be an object"),
         (COMPLETE, b'{"prompt":"\\ud800"}', None, None, "Invalid JSON"),
         (COMPLETE, {}, None, "prompt", "required"),
-        (COMPLETE, {"prompt": []}, None, None, "empty list"),
-        (COMPLETE, {"prompt": [[]]}, None, None, "prompt is empty"),
-        (COMPLETE, {"prompt": [10**6]}, None, None, "token 1000000 is out of range"),
-        (COMPLETE, {"prompt": [-(10**30)]}, None, None, "prompt"),
+        (COMPLETE, {"prompt": []}, None, "prompt", "empty list"),
+        (COMPLETE, {"prompt": [[]]}, None, "prompt", "prompt is empty"),
+        (COMPLETE, {"prompt": [10**6]}, None, "prompt", "token 1000000 is out of range"),
+        (COMPLETE, {"prompt": [-(10**30)]}, None, "prompt", "prompt"),
         (COMPLETE, {"prompt": "Hi", "max_tokens": -2}, None, "max_tokens", "greater than"),
         (COMPLETE, {"prompt": "Hi", "max_tokens": "5"}, None, "max_tokens", "valid integer"),
-        (COMPLETE, {"prompt": "Hi", "max_tokens": 5, "n_predict": 6}, None, None, "differ"),
+        (COMPLETE, {"prompt": "Hi", "max_tokens": 5, "n_predict": 6}, None, "max_tokens", "differ"),
         (COMPLETE, {"prompt": "Hi", "temperature": True}, None, "temperature", "valid number"),
         (COMPLETE, b'{"prompt":"Hi","temperature":NaN}', None, "temperature", "finite"),
-        (COMPLETE, {"prompt": "Hi", "temperature": -1}, None, None, "temperature must be"),
-        (COMPLETE, {"prompt": "Hi", "top_p": 1.5}, None, None, "top_p must be"),
+        (COMPLETE, {"prompt": "Hi", "temperature": -1}, None, "temperature", "temperature must"),
+        (COMPLETE, {"prompt": "Hi", "mirostat": 3}, None, "mirostat", "mirostat must be"),
+        (CHAT, {**kit.CHAT, "mirostat": 1}, None, "mirostat", "no effect at temperature 0"),
+        (CHAT, {**kit.CHAT, "frequency_penalty": 1e9}, None, *["frequency_penalty"] * 2),
+        (CHAT, {**kit.CHAT, "repeat_penalty": -1}, None, *["repeat_penalty"] * 2),
+        (COMPLETE, {"prompt": "Hi", "top_p": 1.5}, None, "top_p", "top_p must be"),
         (COMPLETE, {"prompt": "Hi", "n": 0}, None, "n", "greater than"),
-        (COMPLETE, {"prompt": "Hi", "n": 5}, None, None, "5 texts, and the server takes 4"),
-        (COMPLETE, {"prompt": ["Hi"] * 4000}, None, None, "4000 texts"),
+        (COMPLETE, {"prompt": "Hi", "n": 5}, None, "n", "5 texts, and the server takes 4"),
+        (COMPLETE, {"prompt": ["Hi"] * 4000}, None, "prompt", "4000 texts"),
         (COMPLETE, {"prompt": ["Hi"] * 5000}, None, "prompt", "at most 4096 items"),
         (COMPLETE, b'{"prompt":' + b"[" * 200_000, None, None, "200000 brackets"),
         (COMPLETE, {"prompt": "Hi", "stop": ["x" * 2000]}, None, "stop.0", "1024 characters"),
-        (COMPLETE, {"prompt": "Hi", "logit_bias": [[1, 10**400]]}, None, None, "too large"),
+        (COMPLETE, {"prompt": "Hi", "logit_bias": [[1, 10**400]]}, None, "logit_bias", "too large"),
         (COMPLETE, {"prompt": "Hi", "logit_bias": {"1": 10**400}}, None, "logit_bias.1", "number"),
-        (COMPLETE, {"prompt": "Hi", "stop": [""]}, None, None, "at least one character"),
-        (COMPLETE, {"prompt": "Hi", "logit_bias": {"x": 1}}, None, None, "token numbers"),
-        (COMPLETE, {"prompt": "Hi", "logit_bias": {"900": 1}}, None, None, "token of logit_bias"),
-        (COMPLETE, {"prompt": "Hi", "samplers": ["best"]}, None, None, "samplers"),
-        (COMPLETE, {"prompt": "Hi", "stream_options": {}}, None, None, "requires stream"),
+        (COMPLETE, {"prompt": "Hi", "stop": [""]}, None, "stop.0", "at least 1 character"),
+        (COMPLETE, {"prompt": "Hi", "stop": ""}, None, "stop", "at least 1 character"),
+        (COMPLETE, {"prompt": "Hi", "logit_bias": {"x": 1}}, None, "logit_bias", "token numbers"),
+        (COMPLETE, {"prompt": "Hi", "logit_bias": {"900": 1}}, None, "logit_bias", "token 900"),
+        (COMPLETE, {"prompt": "Hi", "samplers": ["best"]}, None, "samplers", "samplers"),
+        (COMPLETE, {"prompt": "Hi", "stream_options": {}}, None, "stream_options", "requires"),
         (COMPLETE, {"prompt": "Hi", "echo": True}, "unsupported", "echo", "support echo"),
         (COMPLETE, {"prompt": "Hi", "cache_salt": ""}, None, "cache_salt", "1 character"),
         (CHAT, {**kit.CHAT, "cache_salt": 1}, None, "cache_salt", "string"),
         (COMPLETE, {"prompt": "Hi", "foo": 1}, "unknown_field", "foo", "unknown"),
-        (COMPLETE, {"prompt": "x" * 257}, "context_length_exceeded", None, "the context 256"),
-        (COMPLETE, {"prompt": "x" * 300, "stream": True}, "context_length_exceeded", None, "256"),
+        (COMPLETE, {"prompt": "x" * 257}, TOO_LONG, "prompt", "the context 256"),
+        (COMPLETE, {"prompt": "x" * 300, "stream": True}, TOO_LONG, "prompt", "256"),
+        (CHAT, {"messages": [{**MESSAGE, "content": "x" * 300}]}, TOO_LONG, "messages", "256"),
         (CHAT, {**kit.CHAT, "messages": []}, None, "messages", "at least 1 item"),
         (CHAT, {**kit.CHAT, "tools": [{}]}, "unsupported", "tools", "support tools"),
-        (CHAT, {**kit.CHAT, "top_logprobs": 2}, None, None, "requires logprobs"),
+        (CHAT, {**kit.CHAT, "top_logprobs": 2}, None, "top_logprobs", "requires logprobs"),
         (CHAT, {"messages": [{"role": "tool", "content": ""}]}, None, "messages.0.role", "'user'"),
         (CHAT, {"messages": [{"role": "user"}]}, None, "messages.0.content", "required"),
-        (CHAT, {**kit.CHAT, "chat_template_kwargs": {"tools": 1}}, None, None, "cannot set tools"),
-        (CHAT, {**kit.CHAT, "chat_template_kwargs": {"self": 1}}, None, None, "cannot set self"),
+        (CHAT, {**kit.CHAT, VARIABLES: {"tools": 1}}, None, VARIABLES, "cannot set tools"),
+        (CHAT, {**kit.CHAT, VARIABLES: {"self": 1}}, None, VARIABLES, "cannot set self"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -270,16 +281,18 @@ def test_tokens_can_be_the_prompt(tmp_path: Path) -> None:
             CHAT,
             {**kit.CHAT, "response_format": {"type": "json_schema"}},
             None,
-            None,
+            "response_format",
             "no json_schema.schema",
         ),
         (
             CHAT,
             {**kit.CHAT, "response_format": {"type": "json_object", "schema": {"type": 5}}},
             None,
-            None,
+            "response_format",
             "schema",
         ),
+        (CHAT, {**kit.CHAT, "json_schema": {"type": 5}}, None, "json_schema", "schema"),
+        (CHAT, {**kit.CHAT, "grammar": "root", "json_schema": {}}, None, "grammar", "both"),
         ("/v1/cache/pin", {"name": "a"}, None, None, "either a prompt or messages"),
         ("/v1/cache/unpin", {"name": "a"}, None, None, "nothing is pinned"),
         ("/v1/cache/flush", {}, None, None, "no store"),
@@ -295,9 +308,6 @@ def test_a_bad_request_is_refused(
     assert (error["type"], error["code"]) == ("invalid_request_error", code), error
     assert error["param"] == param, error
     assert text in error["message"]
-
-
-MESSAGE = {"role": "user", "content": "Hi"}
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,8 @@ def test_samplers_have_the_names_of_openai_and_llama_server(served: ServeProcess
     assert (
         served.post("/v1/completions", prompt="</s>", max_tokens=0)["usage"]["prompt_tokens"] == 2
     )
+    bad = served.client.post("/v1/completions", json={**base, "grammar": "root"})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "grammar")
     assert texts[6] in ("yes", "no")
     assert texts[7] in ('"yes"', '"no"')
 
