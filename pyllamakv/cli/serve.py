@@ -138,6 +138,6 @@ def _model_file(name: str) -> Path:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error

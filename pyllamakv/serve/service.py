@@ -76,15 +76,27 @@ class ServeOptions:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the API keys of a file: one per line; empty lines and those with # are skipped."""
+    """Return the API keys of a file: one per line; empty lines and those with # are skipped.
+
+    Raises UsageError for a file that cannot be read or has no key, and for a key that no header can
+    contain: all requests with it would be refused.
+    """
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        # Editors of Windows write a mark of the byte order, which is no part of the first key.
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the API keys in {path}: {error}") from error
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    keys = []
+    for number, line in enumerate(map(str.strip, text.split("\n")), 1):
+        if not line or line.startswith("#"):
+            continue
+        if not (line.isascii() and line.isprintable()):
+            msg = f"line {number} of {path} is no API key: use printable ASCII characters only"
+            raise UsageError(msg)
+        keys.append(line)
     if not keys:
         raise UsageError(f"{path} has no API key: write one per line")
-    return keys
+    return tuple(keys)
 
 
 def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:

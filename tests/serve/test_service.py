@@ -431,12 +431,31 @@ def end_during_stream(running: ServeProcess, tokens: int) -> list[Any]:
     return found
 
 
-def test_keys_are_the_lines_of_a_file(tmp_path: Path) -> None:
-    """Comments and empty lines are ignored; a file without a key is refused."""
+def accepts(running: ServeProcess) -> bool:
+    """Return whether a server accepts connections."""
+    address = running.client.base_url
+    try:
+        socket.create_connection((address.host, address.port)).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_keys_are_the_lines_of_a_file(tmp_path: Path, encoding: str, end: str) -> None:
+    """Comments and empty lines are ignored, and so is what editors of Windows add."""
     path = tmp_path / "keys"
-    path.write_text("# ours\none\n\n two \n", encoding="utf-8")
+    lines = ("one", "# ours", "", " two ", "")
+    path.write_bytes(end.join(lines).encode(encoding))
     assert service.read_keys(path) == ("one", "two")
-    for content in (b"", b"# one\n", b"\xff\xfe"):
+
+
+def test_a_file_without_usable_keys_is_refused(tmp_path: Path) -> None:
+    """A key must fit into a header; else the server would refuse all its requests."""
+    path = tmp_path / "keys"
+    bad = ("schlüssel", "a\ufeff", "a\tb", "a\x00")
+    for content in (b"", b"# one\n", b"\xff\xfe", *(f"one\n{key}\n".encode() for key in bad)):
         path.write_bytes(content)
         with pytest.raises(UsageError, match="API key"):
             service.read_keys(path)
