@@ -78,7 +78,7 @@ def command(
     ] = "",
     threads: Threads = None,
     grace: Annotated[
-        float, typer.Option("--grace", min=0, help="Seconds for requests after SIGTERM.")
+        float, typer.Option("--grace", min=0, max=86400, help="Seconds for requests after SIGTERM.")
     ] = 30.0,
     as_json: Json = False,
 ) -> None:

@@ -13,7 +13,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -28,6 +28,7 @@ from pyllamakv.serve.engine import Engine
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
+    from types import FrameType
 
 LOG = logging.getLogger("pyllamakv.serve")
 
@@ -128,7 +129,7 @@ def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
             ws="none",
             timeout_graceful_shutdown=int(options.grace) + _LAST_SECONDS,
         )
-        server = uvicorn.Server(config)
+        server = Server(config)
 
         @asynccontextmanager
         async def _running() -> AsyncIterator[None]:
@@ -149,6 +150,24 @@ def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
         server.run(sockets=[listener])
         if engine.failure is not None:
             raise engine.failure
+
+
+class Server(uvicorn.Server):  # type: ignore[misc]
+    """A server whose grace period also ends at a second signal.
+
+    At a second Ctrl-C, uvicorn drops the connections and logs tracebacks; a second SIGTERM has no
+    effect there. The third Ctrl-C is uvicorn's second one.
+    """
+
+    #: Whether the grace period has ended early.
+    hurries = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop the server, or end its grace period, as a signal handler."""
+        if self.should_exit and not self.hurries:
+            self.hurries = True
+        else:
+            super().handle_exit(sig, frame)
 
 
 class LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
@@ -234,15 +253,19 @@ class LimitedConnection(HttpToolsProtocol):  # type: ignore[misc]
             self._timer = None
 
 
-async def _watch(server: Any, engine: Engine, grace: float) -> None:
+async def _watch(server: Server, engine: Engine, grace: float) -> None:
     """Stop the server after a failure; cancel what still runs after the grace period."""
+    loop = asyncio.get_running_loop()
     while not server.should_exit:
         if engine.failure is not None:
             server.handle_exit(0, None)
         await asyncio.sleep(0.1)
     engine.stop()
-    await asyncio.sleep(grace)
-    LOG.warning("cancelled %d generations after %g seconds", engine.pending, grace)
+    start = loop.time()
+    while not server.hurries and (left := start + grace - loop.time()) > 0:
+        await asyncio.sleep(min(left, 0.1))
+    passed = loop.time() - start
+    LOG.warning("cancelled %d generations after %.1f seconds", engine.pending, passed)
     engine.cancel_all()
 
 

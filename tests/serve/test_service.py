@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import resource
+import shutil
 import signal
 import socket
 import threading
@@ -400,6 +401,43 @@ def test_a_stream_that_exceeds_the_grace_period_ends_with_an_error(
 
 @pytest.mark.slow
 @pytest.mark.native
+def test_a_last_flush_that_fails_is_reported(
+    tmp_path: Path, patched: Variant, trained_model: Path
+) -> None:
+    """The status is not that of SIGTERM, because tokens are lost."""
+    options = ("--release", patched.folder, "--store", tmp_path / "s", "--flush-every", 3600)
+    with kit.process(trained_model, *options) as running:
+        running.post("/v1/completions", prompt="Once upon a time", max_tokens=4)
+        shutil.rmtree(tmp_path / "s")
+        running.child.send_signal(signal.SIGTERM)
+        status, output = running.end()
+    assert (status, "PrefixStoreError" in output) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.native
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_grace_period(
+    patched: Variant, trained_model: Path, number: signal.Signals
+) -> None:
+    """The stream ends with an error, and nothing logs a traceback."""
+    options = ("--release", patched.folder, "--grace", 3600, "--ctx", 4096)
+    with kit.process(trained_model, *options) as running:
+        found = end_during_stream(running, 4000, number, number)
+    assert found[-1]["error"]["code"] == "stopping"
+
+
+@pytest.mark.slow
+@pytest.mark.native
+def test_an_endless_grace_period_is_refused(patched: Variant, trained_model: Path) -> None:
+    """It would be an error of uvicorn, which counts whole seconds."""
+    options = ("--release", patched.folder, "--grace", "inf")
+    status, output = kit.ServeProcess(trained_model, *options, ready=False).end()
+    assert (status, "UsageError" in output) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.native
 @pytest.mark.parametrize("shares", [False, True])
 def test_process_reads_keys_and_separates_their_prefixes(
     tmp_path: Path, patched: Variant, trained_model: Path, shares: bool
@@ -419,15 +457,21 @@ def test_process_reads_keys_and_separates_their_prefixes(
         assert cached == [False, shares, True]
 
 
-def end_during_stream(running: ServeProcess, tokens: int) -> list[Any]:
-    """Send SIGTERM during a stream; return its events when the server has ended."""
+def end_during_stream(running: ServeProcess, tokens: int, *numbers: signal.Signals) -> list[Any]:
+    """Send signals, by default SIGTERM, in a stream; return its events until the server ends."""
+    numbers = numbers or (signal.SIGTERM,)
     body = {"prompt": "Once", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     with running.client.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
-        running.child.send_signal(signal.SIGTERM)
+        for number in numbers:
+            running.child.send_signal(number)
+            # The server closes its port when it has noticed the first signal.
+            while accepts(running):
+                time.sleep(0.01)
         found = kit.events("\n".join(lines))
-    assert running.end()[0] == 143
+    status, output = running.end()
+    assert (status, "Traceback" in output) == (128 + numbers[0], False)
     return found
 
 
