@@ -7,6 +7,7 @@ accepted when the model is ready.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import resource
 import socket
@@ -315,7 +316,8 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listener.bind(address)
         except OSError as error:
-            msg = f"cannot listen on {host}:{port}: {error.strerror}; select another --port"
+            option = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+            msg = f"cannot listen on {host}:{port}: {error.strerror}; select another {option}"
             raise AddressInUse(msg) from error
         yield listener
 

@@ -520,6 +520,9 @@ def test_an_address_in_use_is_refused() -> None:
     for host in ("no.such.host.invalid", "x" * 300):
         with pytest.raises(AddressInUse, match="cannot listen"), service.bound(host, 0):
             pass
+    # An address of no machine, which another port would not help.
+    with pytest.raises(AddressInUse, match="another --host"), service.bound("192.0.2.1", 0):
+        pass
 
 
 CHUNKED = b"POST / HTTP/1.1\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
