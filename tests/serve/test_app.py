@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,8 +28,6 @@ from pyllamakv.serve.app import Api
 from pyllamakv.serve.engine import Choice, GenerationOptions
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import httpx
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -838,6 +838,9 @@ def test_metrics_are_those_of_cache_batcher_and_server(tmp_path: Path) -> None:
         "pyllamakv_serve_capacity 4",
     ):
         assert line in text.splitlines()
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+    for name in re.findall("^# TYPE (pyllamakv_serve_\\w+)", text, re.MULTILINE):
+        assert f"`{name}" in page
 
 
 def test_the_description_has_every_route_and_body(tmp_path: Path) -> None:
