@@ -38,7 +38,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Maximum number of tokens for which cells are reserved in advance; that evicts nothing.
-LOOKAHEAD_TOKENS = 256
+LOOKAHEAD_TOKENS = 64
 
 
 def exclusive(

@@ -13,8 +13,8 @@ from prefix_kit import serve
 
 from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.cache import allocation
-from pyllamakv.cache import lease as leases
 from pyllamakv.cache.checkpoints import CheckpointSchedule
+from pyllamakv.cache.lease import LOOKAHEAD_TOKENS
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import (
@@ -35,16 +35,6 @@ if TYPE_CHECKING:
     from pyllamakv.runtime.context import Context
 
 
-#: Tokens that are reserved in advance in these tests, so that caches of few cells are large.
-AHEAD = 64
-
-
-@pytest.fixture(autouse=True)
-def few_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reserve fewer tokens in advance."""
-    monkeypatch.setattr(leases, "LOOKAHEAD_TOKENS", AHEAD)
-
-
 def test_room_is_reserved_ahead_without_eviction(tmp_path: Path) -> None:
     """Token by token, the cells are checked only sometimes, and nothing is evicted."""
     cache = PrefixCache(kit.context(tmp_path, n_ctx=256), paging=0)
@@ -52,7 +42,7 @@ def test_room_is_reserved_ahead_without_eviction(tmp_path: Path) -> None:
     with cache.acquire([1, 2, 3]) as lease:
         lease.prefill()
         lease.make_room(1)
-        assert lease.granted == 3 + 1 + AHEAD
+        assert lease.granted == 3 + 1 + LOOKAHEAD_TOKENS
         assert cache.stats().resident == 1
         lease.sequence.prefill([4] * 60)
         for _ in range(100):
@@ -92,7 +82,7 @@ def test_cells_are_not_read_while_a_lease_certainly_fits(
         with monkeypatch.context() as patch:
             patch.delattr(allocation, "cell_stats")
             one.make_room(1)
-        assert one.granted == 180 + 1 + AHEAD
+        assert one.granted == 180 + 1 + LOOKAHEAD_TOKENS
     cache.clear()
     with cache.acquire([4] * 100) as one, cache.acquire([4] * 100) as two:
         one.prefill()
@@ -136,7 +126,7 @@ def test_unused_reserved_cells_are_released_for_another_lease(tmp_path: Path) ->
     one = cache.acquire([1, 2, 3])
     one.prefill()
     one.make_room(1)
-    assert one.granted == 3 + 1 + AHEAD
+    assert one.granted == 3 + 1 + LOOKAHEAD_TOKENS
     with cache.acquire([4] * 124) as two:
         assert one.granted == 4
         two.prefill()
