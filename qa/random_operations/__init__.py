@@ -45,6 +45,8 @@ MANAGERS = " managers"
 LONG = 1800.0
 #: Distance of the seeds of two runs, so that they have no case in common.
 SEEDS = 1_000_003
+#: Number of cases after which a run ends if none did an operation.
+HOPELESS = 10
 #: Time limit of a minimization in seconds.
 SEARCH = 120.0
 #: Methods of rollback (`Manifest.probes`) of llama.cpp itself, patched or not. With the others the
@@ -134,7 +136,8 @@ def run_cases(
         )
         for number, combination in enumerate(walked):
             spent = time.monotonic() - began
-            hopeless = bool(tally.absent) and not tally.operations
+            # A memory that is absent, or a process that cannot start, must not repeat for ever.
+            hopeless = number >= HOPELESS and not tally.operations
             enough = tally.operations >= effort.operations or hopeless
             if (spent > effort.seconds and enough) or (most and number == most):
                 lost = [*tally.never(can), *_fainted(name, tally, stock, make)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
     from qa.random_operations.manager_operations import ManagerOperations
     from qa.random_operations.operations import Operations
 
+#: Opens a library, in a worker or in this process, which is a child process already.
+Open = Callable[[Path, "Combination", bool], Any]
+
 
 class CaseSession:
     """Own the libraries, models and servers of one variant, and run cases on them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, opening: Open | None = None) -> None:
         self._folder = folder
+        self._opening = opening or open_library
         self._opened: dict[tuple[str, bool], tuple[ExitStack, Any, dict[str, Any]]] = {}
         self._models: dict[tuple[str, bool, str], Model] = {}
         self._files = tempfile.TemporaryDirectory(prefix="pyllamakv-schedules-")
@@ -123,7 +128,7 @@ class CaseSession:
             if combination.device == "rpc":
                 server = stack.enter_context(RpcServer(self._folder, threads=1))
                 options = {"n_gpu_layers": ALL, "rpc_servers": server.endpoint}
-            library = stack.enter_context(open_library(self._folder, combination, key[1]))
+            library = stack.enter_context(self._opening(self._folder, combination, key[1]))
             self._opened[key] = stack, library, options
         _, library, options = self._opened[key]
         found = self._models.get((*key, combination.model))
