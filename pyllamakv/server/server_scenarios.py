@@ -997,9 +997,12 @@ def _park_beside_embeddings(lab: ServerLab) -> None:
 
 
 def _rank_together(lab: ServerLab) -> None:
-    """Request ranks of documents that do not fit together; such requests are not parked."""
+    """Request ranks of two documents that do not fit together; such requests are not parked.
+
+    Of more than two, several may be evaluated in part and keep the cells that the others need.
+    """
     with (
-        lab.server("--metrics", "--reranking", slots=CLIENTS, cells=_FEWER_CELLS) as server,
+        lab.server("--metrics", "--reranking", slots=2, cells=_FEWER_CELLS) as server,
         ServerClient(server.url) as client,
     ):
 
@@ -1009,7 +1012,7 @@ def _rank_together(lab: ServerLab) -> None:
 
         # The values are not compared: the model has no head for ranks.
         words = [lab.words(_FEWER_CELLS // 10) for _ in range(32)]
-        found = in_parallel(server.url, words, CLIENTS, rank)
+        found = in_parallel(server.url, words, 2, rank)
         lab.note(requests=len(found))
         for each in found:
             if each != 1:
