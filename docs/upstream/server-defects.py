@@ -4,7 +4,7 @@
 
 Runs the cases, each with a server of its own: id-slot, shared-entry, other-slot, busy-slot,
 other-end (needs a hybrid or recurrent model), swa-full (needs sliding windows of at least 32
-tokens), pattern, slot-file. Without names, those for any model run. Exits with 0 if no case
+tokens), pattern, tools, slot-file. Without names, those for any model run. Exits with 0 if no case
 fails, 1 if one does, and 2 if a server does not start.
 """
 
@@ -22,6 +22,22 @@ from pathlib import Path
 
 START = 60  # seconds
 ANSWER = 300
+TOOLS = 10  # the server fills the memory meanwhile
+
+#: A chat template from which the server derives a grammar of tool calls.
+TEMPLATE = """
+{%- for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 #: Ignores the proxies of the environment.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -61,11 +77,11 @@ class Server:
         print("the server did not start")
         sys.exit(2)
 
-    def post(self, path: str, body: dict) -> dict:
+    def post(self, path: str, body: dict, timeout: float = ANSWER) -> dict:
         """Send JSON and return the JSON of the answer."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with OPENER.open(request, timeout=ANSWER) as answer:
+        with OPENER.open(request, timeout=timeout) as answer:
             return json.load(answer)
 
     def complete(self, prompt: list[int], slot: int, **options: object) -> dict:
@@ -170,6 +186,22 @@ def pattern(server: Server) -> str:
     return f"status 200 with {text['content']!r}"
 
 
+def tools(server: Server) -> str:
+    """Send a tool whose parameter has a range that no text matches: the server hangs."""
+    value = {"type": "string", "pattern": "^a{2,1}$"}
+    parameters = {"type": "object", "properties": {"a": value}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"messages": messages, "tools": [tool], "tool_choice": "required", "max_tokens": 4}
+    try:
+        server.post("/v1/chat/completions", body, TOOLS)
+    except urllib.error.HTTPError as error:
+        return "" if error.code == 400 else f"status {error.code}"
+    except OSError as error:
+        return f"no answer in {TOOLS} s: {error}"
+    return "status 200"
+
+
 def slot_file(server: Server) -> str:
     """Restore a slot file that ends within its state: the server ends."""
     server.complete(server.prompt("Tom", 200), 0)
@@ -199,6 +231,7 @@ CASES: dict[str, tuple[Callable[[Server], str], tuple[str, ...], bool]] = {
     "other-end": (other_end, (), False),
     "swa-full": (swa_full, ("--swa-full",), False),
     "pattern": (pattern, (), True),
+    "tools": (tools, ("--jinja", "--chat-template", TEMPLATE), True),
     "slot-file": (slot_file, ("--kv-unified",), True),
 }
 

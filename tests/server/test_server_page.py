@@ -215,7 +215,7 @@ def test_schemas_in_other_places_are_ignored(side: str) -> None:
 #: Cases of docs/upstream/server-defects.py by the model that shows them. swa-full needs one that
 #: generates whole characters: the scenario of this name has the case.
 _CASES = {
-    "full": "id-slot shared-entry other-slot busy-slot slot-file pattern",
+    "full": "id-slot shared-entry other-slot busy-slot slot-file pattern tools",
     "hybrid": "other-end",
 }
 
