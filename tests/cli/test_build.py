@@ -101,6 +101,7 @@ def test_env_and_dropin_default_to_the_newest_verified_release(
 ) -> None:
     """`dropin env` and `dropin setup` use the newest release of llama-cpp-python."""
     monkeypatch.setattr(builds, "build", lambda spec, **_options: str(spec))
+    monkeypatch.setattr(builds, "check_series", lambda *_arguments, **_options: None)  # fetches
     monkeypatch.setattr(build, "_text", lambda spec, _variant, _server: [str(spec)])
     known = lockfile.known()
     monkeypatch.setattr(

@@ -374,6 +374,7 @@ def test_required_patch_is_applied_before_the_imported_one(
     assert bench.store.read(patched.tree, "src/b.cpp") == mine["src/b.cpp"]
 
 
+@pytest.mark.slow
 def test_patch_is_imported_on_top_of_the_series(bench: SeriesSandbox, tmp_path: Path) -> None:
     """It requires the patches of the series that it needs, as if all were imported at once."""
     first = OLD | {"src/a.cpp": numbered(60, l10="x")}
@@ -395,6 +396,7 @@ def test_patch_is_imported_on_top_of_the_series(bench: SeriesSandbox, tmp_path: 
     assert bench.store.read(patched.tree, "src/a.cpp") == b"+\n" + last["src/a.cpp"]
 
 
+@pytest.mark.slow
 def test_scenarios_are_claimed_by_the_header_only(bench: SeriesSandbox, tmp_path: Path) -> None:
     """No claim is added; a claim in the message is not written twice."""
     file = tmp_path / "mine.patch"

@@ -19,6 +19,7 @@ def busy(seconds: float) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_call_that_ends_before_its_signal_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later calls are shorter than the first; their signals come sooner, until one is in time."""
     monkeypatch.setattr(interrupts, "unchecked", nullcontext)

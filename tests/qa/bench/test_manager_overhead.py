@@ -61,6 +61,7 @@ def test_overhead_figure_requires_the_interval_below_the_limit() -> None:
     assert set(manager_overhead.MANAGERS) == {"SlotCache", "PrefixCache"}
 
 
+@pytest.mark.slow
 @pytest.mark.native
 def test_managers_are_measured(patched: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """All figures are measured, with shortened rounds of the real library."""
