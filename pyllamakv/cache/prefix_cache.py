@@ -631,7 +631,7 @@ class PrefixStats:
     resident_bytes: int
     paged_bytes: int
     bytes: int
-    budget: int | None
+    budget_bytes: int | None
     hits: int
     misses: int
     reused_tokens: int
@@ -689,7 +689,7 @@ def measure(cache: PrefixCache) -> PrefixStats:
         resident_bytes=resident,
         paged_bytes=pages.size,
         bytes=resident + pages.size + backups,
-        budget=cache.budget,
+        budget_bytes=cache.budget,
         stored_tokens=stored.stored_tokens if stored else 0,
         loaded_tokens=stored.loaded_tokens if stored else 0,
         stored_pages=stored.count if stored else 0,

@@ -90,7 +90,7 @@ def test_managers_share_a_metric_and_keep_their_names() -> None:
 
 LEVELS = {
     *("slots", "in_use", "size", "tokens", "waiting", "active", "checkpoints", "checkpoint_bytes"),
-    *("resident", "paged", "leased", "pinned", "nodes", "cells", "budget"),
+    *("resident", "paged", "leased", "pinned", "nodes", "cells", "budget_bytes"),
     *("resident_bytes", "paged_bytes", "bytes", "stored_pages", "stored_bytes"),
     *("parked", "states", "bytes_by_tier", "digest_bytes"),
 }

@@ -828,12 +828,13 @@ def test_metrics_are_those_of_cache_batcher_and_server(tmp_path: Path) -> None:
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         return answer.text
 
-    text = kit.run(kit.engine(tmp_path), main)
+    text = kit.run(kit.engine(tmp_path, budget=1_000_000), main)
     for line in (
         'pyllamakv_serve_answers_total{status="200"} 1',
         'pyllamakv_serve_answers_total{status="400"} 1',
         'pyllamakv_cache_finished_total{manager="batcher"} 1',
         'pyllamakv_cache_misses_total{manager="prefix"} 1',
+        'pyllamakv_cache_budget_bytes{manager="prefix"} 1000000',
         "pyllamakv_serve_pending_generations 0",
         "pyllamakv_serve_capacity 4",
     ):
