@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 import pyllamakv
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.errors import AddressInUse, UsageError
+from pyllamakv.errors import AddressInUse, PrefixStoreBusy, UsageError
 from pyllamakv.serve.app import Api
 from pyllamakv.serve.engine import Engine
 
@@ -294,10 +294,15 @@ def opened(options: ServeOptions) -> Iterator[Engine]:
         )
         # After the cache was flushed: a long prompt that is tokenized must not delay it.
         workers = stack.enter_context(ThreadPoolExecutor(_WORKERS, "pyllamakv-serve"))
-        cache = stack.enter_context(
+        try:
             # What is evicted is in memory first, because a store is slower.
-            PrefixCache(context, budget=options.budget, store=options.store, paging="memory")
-        )
+            cache = PrefixCache(
+                context, budget=options.budget, store=options.store, paging="memory"
+            )
+        except PrefixStoreBusy as error:
+            msg = f"another process writes to {options.store}: end it, or select another --store"
+            raise PrefixStoreBusy(msg, error.path) from error
+        stack.enter_context(cache)
         capacity = options.parallel + options.queue
         yield Engine(cache, workers, capacity=capacity, template=options.template)
 

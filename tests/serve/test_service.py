@@ -341,6 +341,8 @@ def test_killed_server_continues_with_flushed_prefixes(
         status, output = second.end()
         assert status == 2
         assert "PrefixStoreBusy" in output
+        assert "select another --store" in output
+        assert "store_read_only" not in output
         running.child.kill()
         assert running.end()[0] == -signal.SIGKILL
     more = [{"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
