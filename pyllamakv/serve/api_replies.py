@@ -136,9 +136,10 @@ class TextFormat:
                 yield event(choice, start, None)
         try:
             async for choice, text in completion.texts():
-                yield event(choice, self._part(text), None, text)
-            for choice in completion.choices:
-                yield event(choice, self._end(), choice.finish_reason, None)
+                if text is None:
+                    yield event(choice, self._end(), choice.finish_reason, None)
+                else:
+                    yield event(choice, self._part(text), None, text)
             if usage:
                 last = {**self._head, "object": self.event_name, "choices": []}
                 yield f"data: {_compact({**last, 'usage': completion.usage})}\n\n".encode()

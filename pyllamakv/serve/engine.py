@@ -591,8 +591,11 @@ class ActiveRequest:
         self.choices.append(choice)
         return choice
 
-    async def texts(self) -> AsyncIterator[tuple[Choice, str]]:
-        """Yield text with its choice, as it is generated. Raises the error of the first failure."""
+    async def texts(self) -> AsyncIterator[tuple[Choice, str | None]]:
+        """Yield text with its choice, as it is generated; None at the end of each choice.
+
+        Raises the error of the first failure.
+        """
         if len(self.choices) == 1:
             choice = self.choices[0]
             try:
@@ -601,6 +604,7 @@ class ActiveRequest:
             except KvError as error:
                 await self._engine.note_error(error)
                 raise
+            yield choice, None
             return
         queue: asyncio.Queue[tuple[Choice, str | None]] = asyncio.Queue()
         tasks = [asyncio.create_task(_pump(choice, queue)) for choice in self.choices]
@@ -611,8 +615,7 @@ class ActiveRequest:
                 if part is None:
                     left -= 1
                     await self._engine.guarded(tasks[self.choices.index(choice)])
-                else:
-                    yield choice, part
+                yield choice, part
         finally:
             for task in tasks:
                 task.cancel()

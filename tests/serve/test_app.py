@@ -81,6 +81,18 @@ def test_a_stream_has_the_text_of_the_reply(tmp_path: Path, path: str) -> None:
             assert text == choice["message"]["content"]
 
 
+def test_last_event_of_a_choice_is_sent_when_the_choice_ends(tmp_path: Path) -> None:
+    """Its reason is not held until the other choices end, as in OpenAI's streams."""
+    stop = alone(tmp_path, "Hi", 8)[2:4]
+    body = {**HI, "prompt": ["Hi", "Hello"], "stop": stop, "stream": True}
+    answer = kit.post(kit.engine(tmp_path), COMPLETE, body)
+    *parts, done = kit.events(answer.text)
+    ends = [(each["choices"][0]["index"], each["choices"][0]["finish_reason"]) for each in parts]
+    assert done == "[DONE]"
+    assert [end for end in ends if end[1]] == [(0, "stop"), (1, "length")]
+    assert ends.index((0, "stop")) < ends.index((1, None))
+
+
 @pytest.mark.parametrize(
     ("path", "more"),
     [(COMPLETE, {**HI, "logprobs": 2}), (CHAT, {**kit.CHAT, "logprobs": True, "top_logprobs": 2})],
