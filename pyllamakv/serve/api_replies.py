@@ -26,19 +26,19 @@ from pyllamakv.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection
+    from collections.abc import AsyncIterator, Callable, Collection
 
     from pyllamakv.runtime.model import Model
     from pyllamakv.runtime.sampler import TokenLogprobs
     from pyllamakv.serve.engine import ActiveRequest, Choice
 
 #: Error -> HTTP status and OpenAI's code; the first class that fits.
-_STATUS: Final[tuple[tuple[type[KvError], int, str | None], ...]] = (
+_STATUS: Final[tuple[tuple[type[KvError], int, str], ...]] = (
     (PromptTooLong, 400, "context_length_exceeded"),
     (BudgetTooSmall, 400, "context_length_exceeded"),
     (Unsupported, 400, "unsupported"),
     (NoTokenAllowed, 400, "no_token_allowed"),
-    (UsageError, 400, None),
+    (UsageError, 400, "invalid_value"),
     (NoSlotAvailable, 429, "queue_full"),
     (NoKVSlot, 503, "cache_full"),
     (Cancelled, 503, "stopping"),
@@ -48,6 +48,8 @@ _STATUS: Final[tuple[tuple[type[KvError], int, str | None], ...]] = (
 )
 #: The type of an error by its status; OpenAI's clients retry 429 and 5xx.
 _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+#: Code of a defect.
+INTERNAL_ERROR: Final = "internal_error"
 #: Seconds after which a refused request should be sent again.
 RETRY_AFTER: Final = "1"
 #: Write JSON without spaces. `json.dumps` would create an encoder for each event.
@@ -64,12 +66,12 @@ def error_reply(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def status_of(error: KvError) -> tuple[int, str | None]:
+def status_of(error: KvError) -> tuple[int, str]:
     """Return the HTTP status and the code of an error; 500 for defects."""
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
             return status, code
-    return 500, None
+    return 500, INTERNAL_ERROR
 
 
 class TextFormat:
@@ -99,8 +101,17 @@ class TextFormat:
         logprobs = self._logprobs(choice.logprobs(), 0)
         return f'{_compact(fields)[:-1]},"logprobs":{_in_steps(logprobs)}}}'
 
-    async def events(self, completion: ActiveRequest, *, usage: bool) -> AsyncIterator[bytes]:
-        """Yield the events of a stream, with the numbers of tokens before the end on request."""
+    async def events(
+        self,
+        completion: ActiveRequest,
+        *,
+        usage: bool,
+        param_of: Callable[[KvError], str | None] = lambda _: None,
+    ) -> AsyncIterator[bytes]:
+        """Yield the events of a stream, with the numbers of tokens before the end on request.
+
+        ``param_of`` returns the field of the request that an error is about.
+        """
         #: By choice: numbers of tokens and of their characters and bytes so far, and bytes of text.
         shown = {choice.index: 0 for choice in completion.choices}
         offsets, token_bytes, text_bytes = (dict.fromkeys(shown, 0) for _ in range(3))
@@ -145,7 +156,8 @@ class TextFormat:
                 yield f"data: {_compact({**last, 'usage': completion.usage})}\n\n".encode()
         except KvError as error:
             status, code = status_of(error)
-            yield f"data: {_compact(error_reply(status, str(error), code))}\n\n".encode()
+            reply = error_reply(status, str(error), code, param_of(error))
+            yield f"data: {_compact(reply)}\n\n".encode()
             return
         yield b"data: [DONE]\n\n"
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pyllamakv.binding.protocol import SamplerParams
-from pyllamakv.errors import GrammarError, SchemaError, UsageError
+from pyllamakv.errors import GrammarError, KvError, NoTokenAllowed, SchemaError, UsageError
 from pyllamakv.serve.engine import InvalidField
 
 #: Fields of OpenAI's API that are refused, and the values with which they request nothing.
@@ -112,11 +112,14 @@ TokenPrompts = Annotated[list[Tokens], Field(max_length=_MAX_PROMPTS, fail_fast=
 
 
 class FieldUnsupported(ValueError):
-    """A field, or the type of a part, that OpenAI's API has and this server does not support."""
+    """A field, or a value of one, that OpenAI's API has and this server does not support.
 
-    def __init__(self, name: str) -> None:
+    ``field`` is its name below the object that is checked; None: it is ``name``.
+    """
+
+    def __init__(self, name: str, field: str | None = None) -> None:
         super().__init__(f"this server does not support {name}")
-        self.name = name
+        self.field = name if field is None else field
 
 
 class ApiObject(BaseModel):
@@ -202,6 +205,13 @@ class ChatMessage(ApiObject):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Parts
     name: Name | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_tools(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (role := data.get("role")) in ("tool", "function"):
+            raise FieldUnsupported(f"the role {role}", "role")
+        return data
 
     def to_template(self) -> dict[str, str]:
         """Return the message for a chat template, which knows no developer and no parts."""
@@ -297,12 +307,17 @@ class GenerationFields(ApiObject):
             raise InvalidField(msg, "grammar")
         return found
 
-    def param_of(self, error: UsageError) -> str:
-        """Return the field that an error of `Engine.complete` is about."""
-        if isinstance(error, GrammarError):
-            return "grammar"
-        if isinstance(error, SchemaError):
+    def param_of(self, error: KvError) -> str | None:
+        """Return the field that an error of a generation is about; None if it is about none."""
+        if isinstance(error, NoTokenAllowed) and self.logit_bias:
+            # A grammar or a schema alone allows some token, unless the text met all of it.
+            return "logit_bias"
+        if isinstance(error, GrammarError | SchemaError | NoTokenAllowed):
+            if self.grammar is not None:
+                return "grammar"
             return "json_schema" if self.json_schema is not None else "response_format"
+        if not isinstance(error, UsageError):
+            return None
         param = error.param if isinstance(error, InvalidField) else "prompt"
         return self.prompt_field if param == "prompt" else param
 
@@ -421,6 +436,12 @@ class PinRequest(ApiObject):
     prompt: str | Tokens | None = None
     messages: Messages | None = None
     cache_salt: Salt | None = None
+
+    def param_of(self, error: UsageError) -> str:
+        """Return the field that an error of `Engine.pin` is about."""
+        if isinstance(error, InvalidField):
+            return error.param
+        return "prompt" if self.messages is None else "messages"
 
 
 class UnpinRequest(ApiObject):

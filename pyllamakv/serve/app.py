@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,9 +21,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import pyllamakv
-from pyllamakv.errors import KvError, UsageError
+from pyllamakv.errors import KvError, NoTokenAllowed, UsageError
 from pyllamakv.runtime import metrics
 from pyllamakv.serve.api_replies import (
+    INTERNAL_ERROR,
     RETRY_AFTER,
     ChatFormat,
     TextFormat,
@@ -41,7 +43,14 @@ from pyllamakv.serve.api_requests import (
 from pyllamakv.serve.engine import GenerationOptions, InvalidField, Tenant
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+    from collections.abc import (
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Coroutine,
+        Iterator,
+        MutableMapping,
+    )
 
     from pyllamakv.serve.engine import ActiveRequest, Choice, Engine
 
@@ -67,6 +76,12 @@ _MAX_CONTAINERS: Final = 200_000
 _TYPES_TRIED: Final = ("str", "constrained-str", "int", "float", "bool")
 #: Errors that name the reason best, if a value has several.
 _LIMIT_ERRORS: Final = ("too_long", "string_too_long", "string_too_short", "value_error")
+#: Type of an error of pydantic -> code; other types have names that end with `_type`, or values.
+_CODES: Final = {
+    "extra_forbidden": "unknown_field",
+    "json_invalid": "invalid_json",
+    "missing": "missing_required_parameter",
+}
 #: Routes that need no key.
 _OPEN: Final = ("/health",)
 
@@ -222,7 +237,8 @@ class Api:
             message = f"the body did not arrive within {self._body_seconds:g} seconds"
             raise refused(408, message, "body_too_slow", headers=close) from None
         if content.count(b"[") + content.count(b"{") > _MAX_CONTAINERS:
-            raise refused(400, f"the body has more than {_MAX_CONTAINERS} brackets")
+            message = f"the body has more than {_MAX_CONTAINERS} brackets"
+            raise refused(400, message, "too_many_brackets")
         return content
 
     # What does not generate...
@@ -287,7 +303,7 @@ class Api:
     async def _pin(self, request: Request, body: PinRequest) -> Any:
         engine = self._engine
         if (body.prompt is None) == (body.messages is None):
-            raise UsageError("send either a prompt or messages")
+            raise InvalidField("send either a prompt or messages", "prompt")
 
         def tokenize() -> list[int]:
             if body.messages is None:
@@ -296,7 +312,8 @@ class Api:
             return engine.tokenize_chat(messages, add_generation_prompt=False)
 
         pinning = engine.pin(body.name, tokenize, self._tenant(request, body.cache_salt))
-        pinned = await _unless_gone(request, pinning)
+        with _naming(body.param_of):
+            pinned = await _unless_gone(request, pinning)
         return JSONResponse({"name": body.name, "tokens": pinned})
 
     async def _unpin(self, request: Request, body: UnpinRequest) -> Any:
@@ -304,7 +321,12 @@ class Api:
         return JSONResponse({"name": body.name})
 
     async def _flush(self, _request: Request) -> Any:
-        return JSONResponse({"stored_tokens": await self._engine.flush()})
+        try:
+            stored = await self._engine.flush()
+        except UsageError as error:
+            message = "this server has no store; start it with --store"
+            raise refused(400, message, "no_store") from error
+        return JSONResponse({"stored_tokens": stored})
 
     # What generates...
 
@@ -357,16 +379,15 @@ class Api:
         reply: TextFormat,
     ) -> Any:
         """Return the stream of a completion when it has text, or the reply when it has ended."""
-        try:
+        with _naming(body.param_of):
             completion = await _unless_gone(request, work, lambda unread: unread.close())
-        except UsageError as error:
-            status, code = status_of(error)
-            raise refused(status, str(error), code, body.param_of(error)) from error
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(reply.events(completion, usage=usage), completion.close)
+            events = reply.events(completion, usage=usage, param_of=body.param_of)
+            return EventStream(events, completion.close)
         try:
-            await _unless_gone(request, completion.finish())
+            with _naming(body.param_of):
+                await _unless_gone(request, completion.finish())
             choices = await _unless_gone(request, self._written(completion, reply.choice))
             return Response(reply.whole(completion, choices), media_type="application/json")
         finally:
@@ -452,13 +473,23 @@ def _digest(key: str) -> bytes:
 def refused(
     status: int,
     message: str,
-    code: str | None = None,
+    code: str,
     param: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> Exception:
     """Return the exception that a handler raises to answer with an error."""
     error: Exception = HTTPException(status, error_reply(status, message, code, param), headers)
     return error
+
+
+@contextmanager
+def _naming(param_of: Callable[[Any], str | None]) -> Iterator[None]:
+    """Answer an error that is about a field of the request with the name of that field."""
+    try:
+        yield
+    except (UsageError, NoTokenAllowed) as error:
+        status, code = status_of(error)
+        raise refused(status, str(error), code, param_of(error)) from error
 
 
 async def _kv_error(_request: Request, error: Exception) -> Any:
@@ -475,16 +506,19 @@ async def _invalid(_request: Request, error: Exception) -> Any:
     errors = error.errors(include_url=False, include_input=False)
     errors.sort(key=lambda each: each["type"] not in _LIMIT_ERRORS)
     first = next((each for each in errors if _unsupported(each) is not None), errors[0])
-    message, code, refused_field = first["msg"], None, _unsupported(first)
+    message, refused_field = first["msg"], _unsupported(first)
+    code = _CODES.get(first["type"], "invalid_value")
+    if first["type"].endswith("_type"):
+        code = "invalid_type"
     # Without the types that pydantic tried, such as "str" and "list[TextPart]".
     places = [
         str(each) for each in first["loc"] if each not in _TYPES_TRIED and "[" not in str(each)
     ]
     if refused_field is not None:
-        places.append(refused_field.name)
+        places.append(refused_field.field)
         message, code = str(refused_field), "unsupported"
     elif first["type"] == "extra_forbidden":
-        message, code = "this field is unknown", "unknown_field"
+        message = "this field is unknown"
     param = ".".join(places)[:200] or None
     text = f"{param}: {message}" if param else message
     return JSONResponse(error_reply(400, text[:1000], code, param), 400)
@@ -499,7 +533,8 @@ def _unsupported(error: Any) -> FieldUnsupported | None:
 async def _http_error(_request: Request, error: Exception) -> Any:
     detail, status = error.detail, error.status_code  # type: ignore[attr-defined]
     if not isinstance(detail, dict):  # of Starlette itself: an unknown path or method
-        detail = error_reply(status, f"{detail}; see GET /openapi.json")
+        code = {404: "unknown_url", 405: "method_not_allowed"}.get(status, "invalid_request")
+        detail = error_reply(status, f"{detail}; see GET /openapi.json", code)
     return JSONResponse(detail, status, error.headers)  # type: ignore[attr-defined]
 
 
@@ -509,4 +544,5 @@ async def _gone(_request: Request, _error: Exception) -> Any:
 
 
 async def _defect(_request: Request, error: Exception) -> Any:
-    return JSONResponse(error_reply(500, f"internal error: {type(error).__name__}"), 500)
+    message = f"internal error: {type(error).__name__}"
+    return JSONResponse(error_reply(500, message, INTERNAL_ERROR), 500)

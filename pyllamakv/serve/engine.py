@@ -419,7 +419,8 @@ class Engine:
         def check() -> None:
             pins = self.cache.pins
             if sum(map(tenant.has, pins)) >= _MAX_PINS and own not in pins:
-                raise UsageError(f"{_MAX_PINS} prefixes are pinned: release one of them before")
+                msg = f"{_MAX_PINS} prefixes are pinned: release one of them before"
+                raise InvalidField(msg, "name")
             self._check_pinned(len(tokens), (pins[each] for each in pins if each != own))
 
         def pin() -> None:
@@ -457,12 +458,12 @@ class Engine:
             raise UsageError(msg)
 
     async def unpin(self, name: str, tenant: Tenant = SHARED) -> None:
-        """Allow the eviction of a pinned prefix. Raises UsageError if it is not pinned."""
+        """Allow the eviction of a pinned prefix. Raises InvalidField if it is not pinned."""
 
         def unpin() -> None:
             if tenant.owner + name not in self.cache.pins:
                 names = ", ".join(tenant.own(self.cache.pins)) or "none"
-                raise UsageError(f"nothing is pinned as {name!r}; pinned are: {names}")
+                raise InvalidField(f"nothing is pinned as {name!r}; pinned are: {names}", "name")
             self.cache.unpin(tenant.owner + name)
 
         await self._call(unpin)

@@ -21,11 +21,11 @@ from starlette.requests import Request
 
 from pyllamakv.binding.codes import Code
 from pyllamakv.binding.protocol import SamplerParams
-from pyllamakv.errors import NativeError, PrefixStoreError
+from pyllamakv.errors import NativeError, NoTokenAllowed, PrefixStoreError
 from pyllamakv.serve.api_replies import ChatFormat, TextFormat
 from pyllamakv.serve.api_requests import ChatRequest, TextRequest
 from pyllamakv.serve.app import Api
-from pyllamakv.serve.engine import Choice, GenerationOptions
+from pyllamakv.serve.engine import Choice, Engine, GenerationOptions
 
 if TYPE_CHECKING:
     import httpx
@@ -91,6 +91,49 @@ def test_last_event_of_a_choice_is_sent_when_the_choice_ends(tmp_path: Path) -> 
     assert done == "[DONE]"
     assert [end for end in ends if end[1]] == [(0, "stop"), (1, "length")]
     assert ends.index((0, "stop")) < ends.index((1, None))
+
+
+class Refusing:
+    """Sample tokens until none is allowed."""
+
+    def __init__(self, n: int) -> None:
+        self._left = n
+
+    def sample(self, context: Any, index: int = -1) -> int:
+        """Return a token, or raise."""
+        context.logits(index)
+        self._left -= 1
+        if self._left < 0:
+            raise NoTokenAllowed("no token is allowed; relax the logit biases")
+        return 70
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n_sampled", [0, 3])
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"logit_bias": {"5": -100}, "grammar": "root ::= 'a'"}, "logit_bias"),
+        ({"grammar": "root ::= 'a'"}, "grammar"),
+        ({"json_schema": {"type": "object"}}, "json_schema"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_field_that_allows_no_token_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+    n_sampled: int,
+    more: dict[str, Any],
+    param: str,
+) -> None:
+    """It is before a stream, and in the last event of a stream that has begun."""
+    monkeypatch.setattr(Engine, "_samplers", lambda *_: [Refusing(n_sampled)])
+    answer = kit.post(kit.engine(tmp_path), COMPLETE, {**HI, **more, "stream": stream})
+    begun = stream and n_sampled
+    assert answer.status_code == (200 if begun else 400)
+    error = kit.events(answer.text)[-1]["error"] if begun else answer.json()["error"]
+    assert (error["code"], error["param"]) == ("no_token_allowed", param)
 
 
 @pytest.mark.parametrize(
@@ -229,59 +272,64 @@ def test_tokens_can_be_the_prompt(tmp_path: Path) -> None:
 MESSAGE = {"role": "user", "content": "Hi"}
 TOO_LONG = "context_length_exceeded"
 VARIABLES = "chat_template_kwargs"
+INVALID_JSON, VALUE, TYPE = "invalid_json", "invalid_value", "invalid_type"
+MISSING = "missing_required_parameter"
+TOOL_ROLE = "unsupported", "messages.0.role", "not support the role"
 
 
 @pytest.mark.parametrize(
     ("path", "body", "code", "param", "text"),
     [
-        (COMPLETE, b'{"prompt"', None, None, "Invalid JSON"),
-        (COMPLETE, b"\xff{}", None, None, "Invalid JSON"),
-        (COMPLETE, b"[1]", None, None, "should be an object"),
-        (COMPLETE, b'{"prompt":"\\ud800"}', None, None, "Invalid JSON"),
-        (COMPLETE, {}, None, "prompt", "required"),
-        (COMPLETE, {"prompt": []}, None, "prompt", "empty list"),
-        (COMPLETE, {"prompt": [[]]}, None, "prompt", "prompt is empty"),
-        (COMPLETE, {"prompt": [10**6]}, None, "prompt", "token 1000000 is out of range"),
-        (COMPLETE, {"prompt": [-(10**30)]}, None, "prompt", "prompt"),
-        (COMPLETE, {"prompt": "Hi", "max_tokens": -2}, None, "max_tokens", "greater than"),
-        (COMPLETE, {"prompt": "Hi", "max_tokens": "5"}, None, "max_tokens", "valid integer"),
-        (COMPLETE, {"prompt": "Hi", "max_tokens": 5, "n_predict": 6}, None, "max_tokens", "differ"),
-        (COMPLETE, {"prompt": "Hi", "temperature": True}, None, "temperature", "valid number"),
-        (COMPLETE, b'{"prompt":"Hi","temperature":NaN}', None, "temperature", "finite"),
-        (COMPLETE, {"prompt": "Hi", "temperature": -1}, None, "temperature", "temperature must"),
-        (COMPLETE, {"prompt": "Hi", "mirostat": 3}, None, "mirostat", "mirostat must be"),
-        (CHAT, {**kit.CHAT, "mirostat": 1}, None, "mirostat", "no effect at temperature 0"),
-        (CHAT, {**kit.CHAT, "frequency_penalty": 1e9}, None, *["frequency_penalty"] * 2),
-        (CHAT, {**kit.CHAT, "repeat_penalty": -1}, None, *["repeat_penalty"] * 2),
-        (COMPLETE, {"prompt": "Hi", "top_p": 1.5}, None, "top_p", "top_p must be"),
-        (COMPLETE, {"prompt": "Hi", "n": 0}, None, "n", "greater than"),
-        (COMPLETE, {"prompt": "Hi", "n": 5}, None, "n", "5 texts, and the server takes 4"),
-        (COMPLETE, {"prompt": ["Hi"] * 4000}, None, "prompt", "4000 texts"),
-        (COMPLETE, {"prompt": ["Hi"] * 5000}, None, "prompt", "at most 4096 items"),
-        (COMPLETE, b'{"prompt":' + b"[" * 200_000, None, None, "200000 brackets"),
-        (COMPLETE, {"prompt": "Hi", "stop": ["x" * 2000]}, None, "stop.0", "1024 characters"),
-        (COMPLETE, {"prompt": "Hi", "logit_bias": [[1, 10**400]]}, None, "logit_bias", "too large"),
-        (COMPLETE, {"prompt": "Hi", "logit_bias": {"1": 10**400}}, None, "logit_bias.1", "number"),
-        (COMPLETE, {"prompt": "Hi", "stop": [""]}, None, "stop.0", "at least 1 character"),
-        (COMPLETE, {"prompt": "Hi", "stop": ""}, None, "stop", "at least 1 character"),
-        (COMPLETE, {"prompt": "Hi", "logit_bias": {"x": 1}}, None, "logit_bias", "token numbers"),
-        (COMPLETE, {"prompt": "Hi", "logit_bias": {"900": 1}}, None, "logit_bias", "token 900"),
-        (COMPLETE, {"prompt": "Hi", "samplers": ["best"]}, None, "samplers", "samplers"),
-        (COMPLETE, {"prompt": "Hi", "stream_options": {}}, None, "stream_options", "requires"),
+        (COMPLETE, b'{"prompt"', INVALID_JSON, None, "Invalid JSON"),
+        (COMPLETE, b"\xff{}", INVALID_JSON, None, "Invalid JSON"),
+        (COMPLETE, b"[1]", TYPE, None, "should be an object"),
+        (COMPLETE, b'{"prompt":"\\ud800"}', INVALID_JSON, None, "Invalid JSON"),
+        (COMPLETE, {}, MISSING, "prompt", "required"),
+        (COMPLETE, {"prompt": []}, VALUE, "prompt", "empty list"),
+        (COMPLETE, {"prompt": [[]]}, VALUE, "prompt", "prompt is empty"),
+        (COMPLETE, {"prompt": [10**6]}, VALUE, "prompt", "token 1000000 is out of range"),
+        (COMPLETE, {"prompt": [-(10**30)]}, VALUE, "prompt", "prompt"),
+        (COMPLETE, {"prompt": "Hi", "max_tokens": -2}, VALUE, "max_tokens", "greater than"),
+        (COMPLETE, {"prompt": "Hi", "max_tokens": "5"}, TYPE, "max_tokens", "valid integer"),
+        (COMPLETE, {"prompt": "Hi", "max_tokens": 5, "n_predict": 6}, VALUE, "max_tokens", "send"),
+        (COMPLETE, {"prompt": "Hi", "temperature": True}, TYPE, "temperature", "valid number"),
+        (COMPLETE, b'{"prompt":"Hi","temperature":NaN}', VALUE, "temperature", "finite"),
+        (COMPLETE, {"prompt": "Hi", "temperature": -1}, VALUE, "temperature", "temperature must"),
+        (COMPLETE, {"prompt": "Hi", "mirostat": 3}, VALUE, "mirostat", "mirostat must be"),
+        (CHAT, {**kit.CHAT, "mirostat": 1}, VALUE, "mirostat", "no effect at temperature 0"),
+        (CHAT, {**kit.CHAT, "frequency_penalty": 1e9}, VALUE, *["frequency_penalty"] * 2),
+        (CHAT, {**kit.CHAT, "repeat_penalty": -1}, VALUE, *["repeat_penalty"] * 2),
+        (COMPLETE, {"prompt": "Hi", "top_p": 1.5}, VALUE, "top_p", "top_p must be"),
+        (COMPLETE, {"prompt": "Hi", "n": 0}, VALUE, "n", "greater than"),
+        (COMPLETE, {"prompt": "Hi", "n": 5}, VALUE, "n", "5 texts, and the server takes 4"),
+        (COMPLETE, {"prompt": ["Hi"] * 4000}, VALUE, "prompt", "4000 texts"),
+        (COMPLETE, {"prompt": ["Hi"] * 5000}, VALUE, "prompt", "at most 4096 items"),
+        (COMPLETE, b'{"prompt":' + b"[" * 200_000, "too_many_brackets", None, "200000 brackets"),
+        (COMPLETE, {"prompt": "Hi", "stop": ["x" * 2000]}, VALUE, "stop.0", "1024 characters"),
+        (COMPLETE, {"prompt": "Hi", "logit_bias": [[1, 10**400]]}, VALUE, "logit_bias", "large"),
+        (COMPLETE, {"prompt": "Hi", "logit_bias": {"1": 10**400}}, TYPE, "logit_bias.1", "number"),
+        (COMPLETE, {"prompt": "Hi", "stop": [""]}, VALUE, "stop.0", "at least 1 character"),
+        (COMPLETE, {"prompt": "Hi", "stop": ""}, VALUE, "stop", "at least 1 character"),
+        (COMPLETE, {"prompt": "Hi", "logit_bias": {"x": 1}}, VALUE, "logit_bias", "token numbers"),
+        (COMPLETE, {"prompt": "Hi", "logit_bias": {"900": 1}}, VALUE, "logit_bias", "token 900"),
+        (COMPLETE, {"prompt": "Hi", "samplers": ["best"]}, VALUE, "samplers", "samplers"),
+        (COMPLETE, {"prompt": "Hi", "stream_options": {}}, VALUE, "stream_options", "requires"),
         (COMPLETE, {"prompt": "Hi", "echo": True}, "unsupported", "echo", "support echo"),
-        (COMPLETE, {"prompt": "Hi", "cache_salt": ""}, None, "cache_salt", "1 character"),
-        (CHAT, {**kit.CHAT, "cache_salt": 1}, None, "cache_salt", "string"),
+        (COMPLETE, {"prompt": "Hi", "cache_salt": ""}, VALUE, "cache_salt", "1 character"),
+        (CHAT, {**kit.CHAT, "cache_salt": 1}, TYPE, "cache_salt", "string"),
         (COMPLETE, {"prompt": "Hi", "foo": 1}, "unknown_field", "foo", "unknown"),
         (COMPLETE, {"prompt": "x" * 257}, TOO_LONG, "prompt", "the context 256"),
         (COMPLETE, {"prompt": "x" * 300, "stream": True}, TOO_LONG, "prompt", "256"),
         (CHAT, {"messages": [{**MESSAGE, "content": "x" * 300}]}, TOO_LONG, "messages", "256"),
-        (CHAT, {**kit.CHAT, "messages": []}, None, "messages", "at least 1 item"),
+        (CHAT, {**kit.CHAT, "messages": []}, VALUE, "messages", "at least 1 item"),
         (CHAT, {**kit.CHAT, "tools": [{}]}, "unsupported", "tools", "support tools"),
-        (CHAT, {**kit.CHAT, "top_logprobs": 2}, None, "top_logprobs", "requires logprobs"),
-        (CHAT, {"messages": [{"role": "tool", "content": ""}]}, None, "messages.0.role", "'user'"),
-        (CHAT, {"messages": [{"role": "user"}]}, None, "messages.0.content", "required"),
-        (CHAT, {**kit.CHAT, VARIABLES: {"tools": 1}}, None, VARIABLES, "cannot set tools"),
-        (CHAT, {**kit.CHAT, VARIABLES: {"self": 1}}, None, VARIABLES, "cannot set self"),
+        (CHAT, {**kit.CHAT, "top_logprobs": 2}, VALUE, "top_logprobs", "requires logprobs"),
+        (CHAT, {"messages": [{"role": "tool", "content": ""}]}, *TOOL_ROLE),
+        (CHAT, {"messages": [{"role": "function", "name": "f"}]}, *TOOL_ROLE),
+        (CHAT, {"messages": [{"role": "bot", "content": ""}]}, VALUE, "messages.0.role", "'user'"),
+        (CHAT, {"messages": [{"role": "user"}]}, MISSING, "messages.0.content", "required"),
+        (CHAT, {**kit.CHAT, VARIABLES: {"tools": 1}}, VALUE, VARIABLES, "cannot set tools"),
+        (CHAT, {**kit.CHAT, VARIABLES: {"self": 1}}, VALUE, VARIABLES, "cannot set self"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -292,22 +340,22 @@ VARIABLES = "chat_template_kwargs"
         (
             CHAT,
             {**kit.CHAT, "response_format": {"type": "json_schema"}},
-            None,
+            VALUE,
             "response_format",
             "no json_schema.schema",
         ),
         (
             CHAT,
             {**kit.CHAT, "response_format": {"type": "json_object", "schema": {"type": 5}}},
-            None,
+            VALUE,
             "response_format",
             "schema",
         ),
-        (CHAT, {**kit.CHAT, "json_schema": {"type": 5}}, None, "json_schema", "schema"),
-        (CHAT, {**kit.CHAT, "grammar": "root", "json_schema": {}}, None, "grammar", "both"),
-        ("/v1/cache/pin", {"name": "a"}, None, None, "either a prompt or messages"),
-        ("/v1/cache/unpin", {"name": "a"}, None, None, "nothing is pinned"),
-        ("/v1/cache/flush", {}, None, None, "no store"),
+        (CHAT, {**kit.CHAT, "json_schema": {"type": 5}}, VALUE, "json_schema", "schema"),
+        (CHAT, {**kit.CHAT, "grammar": "root", "json_schema": {}}, VALUE, "grammar", "both"),
+        ("/v1/cache/pin", {"name": "a"}, VALUE, "prompt", "either a prompt or messages"),
+        ("/v1/cache/unpin", {"name": "a"}, VALUE, "name", "nothing is pinned"),
+        ("/v1/cache/flush", {}, "no_store", None, "no store"),
     ],
 )  # fmt: skip
 def test_a_bad_request_is_refused(
@@ -389,11 +437,12 @@ def test_an_unknown_model_or_path_is_not_found(tmp_path: Path) -> None:
         for answer, code in (
             (await client.get("/v1/models/other"), "model_not_found"),
             (await client.post(COMPLETE, json={**HI, "model": "x" * 500}), "model_not_found"),
-            (await client.get("/v1/nothing"), None),
+            (await client.get("/v1/nothing"), "unknown_url"),
         ):
             assert answer.status_code == 404
             assert answer.json()["error"]["code"] == code
-        assert (await client.get(COMPLETE)).status_code == 405
+        answer = await client.get(COMPLETE)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
         assert (await client.post(COMPLETE, json={**HI, "model": "tiny"})).status_code == 200
 
     kit.run(kit.engine(tmp_path), main)
