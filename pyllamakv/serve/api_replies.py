@@ -93,12 +93,16 @@ class TextFormat:
 
     def choice(self, choice: Choice) -> str:
         """Return a choice of a reply as JSON. Log-probabilities take time, up to seconds."""
+        text = choice.generation.text
         fields = {
             "index": choice.index,
-            **self._content(choice.generation.text),
+            **self._content(text),
             "finish_reason": choice.finish_reason,
         }
-        logprobs = self._logprobs(choice.logprobs(), 0)
+        found = choice.logprobs()
+        if found is not None and choice.stopped:
+            found = found[: self._begun(found, 0, len(text.encode()))[0]]
+        logprobs = self._logprobs(found, 0)
         return f'{_compact(fields)[:-1]},"logprobs":{_in_steps(logprobs)}}}'
 
     async def events(
@@ -125,10 +129,10 @@ class TextFormat:
             """
             index, found = choice.index, choice.logprobs(shown[choice.index]) or []
             text_bytes[index] += len((text or "").encode())
-            n = 0
-            while n < len(found) and (text is None or token_bytes[index] < text_bytes[index]):
-                token_bytes[index] += len(self._model.piece(found[n].token, special=True))
-                n += 1
+            if text is None and not choice.stopped:
+                n = len(found)
+            else:
+                n, token_bytes[index] = self._begun(found, token_bytes[index], text_bytes[index])
             shown[index] += n
             return found[:n]
 
@@ -161,6 +165,17 @@ class TextFormat:
             return
         yield b"data: [DONE]\n\n"
 
+    def _begun(self, found: list[TokenLogprobs], start: int, end: int) -> tuple[int, int]:
+        """Return how many tokens begin before byte ``end`` of a text, and where the next begins.
+
+        The first one begins at byte ``start``.
+        """
+        n = 0
+        while n < len(found) and start < end:
+            start += len(self._model.piece(found[n].token))
+            n += 1
+        return n, start
+
     def _text(self, token: int) -> str:
         return self._model.piece(token, special=True).decode(errors="replace")
 
@@ -172,8 +187,13 @@ class TextFormat:
         return {
             "tokens": texts,
             "token_logprobs": [_finite(each.logprob) for each in found],
+            # OpenAI's lists also have the token of the text.
             "top_logprobs": [
-                {self._text(token): _finite(value) for token, value in each.top} for each in found
+                {
+                    self._text(token): _finite(value)
+                    for token, value in (*each.top, (each.token, each.logprob))
+                }
+                for each in found
             ],
             "text_offset": offsets,
         }

@@ -23,6 +23,7 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_obfuscation": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
@@ -151,7 +152,6 @@ class StreamOptions(ApiObject):
     """Options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
 
 
 class SchemaFormat(ApiObject):

@@ -711,6 +711,11 @@ class Choice:
             return "stop"
         return "length" if self._is_cut else reason
 
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop string ended the text: its tokens are no part of the text."""
+        return self.generation.finish_reason == "stop"
+
     def logprobs(self, start: int = 0) -> list[TokenLogprobs] | None:
         """Return those of the tokens so far, from number ``start``; None without a request."""
         if self._logprobs is None:

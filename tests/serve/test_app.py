@@ -203,6 +203,39 @@ def test_log_probabilities_of_an_event_are_those_of_its_text(tmp_path: Path, kin
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETE, CHAT])
+def test_tokens_of_a_stop_string_have_no_log_probabilities(
+    tmp_path: Path, path: str, stream: bool
+) -> None:
+    """Those of the reply and of all events are the tokens that begin in the text."""
+    body = {**HI, "logprobs": 0} if path == COMPLETE else {**kit.CHAT, "logprobs": True}
+    (choice,) = kit.post(kit.engine(tmp_path), path, body).json()["choices"]
+    text = choice["text"] if path == COMPLETE else choice["message"]["content"]
+    body |= {"stop": text[2:4], "stream": stream}
+    answer = kit.post(kit.engine(tmp_path), path, body)
+    replies = kit.events(answer.text)[:-1] if stream else [answer.json()]
+    found = [each["choices"][0]["logprobs"] or {} for each in replies]
+    if path == COMPLETE:
+        tokens = [token for each in found for token in each.get("tokens", [])]
+    else:
+        tokens = [entry["token"] for each in found for entry in each.get("content", [])]
+    assert "".join(tokens) == text[:2]
+
+
+def test_most_likely_tokens_of_a_completion_include_that_of_the_text(tmp_path: Path) -> None:
+    """With 0, they are this one alone, as in OpenAI's completions."""
+    body = {**HI, "temperature": 2.0, "seed": 1, "logprobs": 0}
+    for n in (0, 1):
+        reply = kit.post(kit.engine(tmp_path), COMPLETE, {**body, "logprobs": n}).json()
+        found = reply["choices"][0]["logprobs"]
+        for token, value, top in zip(
+            found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+        ):
+            assert top[token] == value
+            assert 1 <= len(top) <= n + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_a_request_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
@@ -274,6 +307,8 @@ TOO_LONG = "context_length_exceeded"
 VARIABLES = "chat_template_kwargs"
 INVALID_JSON, VALUE, TYPE = "invalid_json", "invalid_value", "invalid_type"
 MISSING = "missing_required_parameter"
+OBFUSCATION = "include_obfuscation"
+NO_OBFUSCATION = "unsupported", f"stream_options.{OBFUSCATION}", "support"
 TOOL_ROLE = "unsupported", "messages.0.role", "not support the role"
 
 
@@ -315,6 +350,7 @@ TOOL_ROLE = "unsupported", "messages.0.role", "not support the role"
         (COMPLETE, {"prompt": "Hi", "samplers": ["best"]}, VALUE, "samplers", "samplers"),
         (COMPLETE, {"prompt": "Hi", "stream_options": {}}, VALUE, "stream_options", "requires"),
         (COMPLETE, {"prompt": "Hi", "echo": True}, "unsupported", "echo", "support echo"),
+        (CHAT, {**kit.CHAT, "stream_options": {OBFUSCATION: True}}, *NO_OBFUSCATION),
         (COMPLETE, {"prompt": "Hi", "cache_salt": ""}, VALUE, "cache_salt", "1 character"),
         (CHAT, {**kit.CHAT, "cache_salt": 1}, TYPE, "cache_salt", "string"),
         (COMPLETE, {"prompt": "Hi", "foo": 1}, "unknown_field", "foo", "unknown"),
