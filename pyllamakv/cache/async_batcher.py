@@ -33,9 +33,9 @@ GATHER_SECONDS = 0.01
 class AsyncBatcher(NotCopied):
     """Generate for several tasks at once, with the sequences of a cache manager.
 
-    The arguments are those of `Batcher`. A thread of its own uses the context from the first call
-    until `aclose`: do not use it elsewhere meanwhile. Other threads get Busy during a step. The
-    tasks may belong to several event loops.
+    The arguments are those of `Batcher`, without ``on_text``. A thread of its own uses the context
+    from the first call until `aclose`: do not use it elsewhere meanwhile. Other threads get Busy
+    during a step. The tasks may belong to several event loops.
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class AsyncBatcher(NotCopied):
         max_wait: int | None = MAX_WAIT,
         max_defer: int = MAX_DEFER,
     ) -> None:
-        self._batcher = Batcher(manager, n_batch=n_batch, max_wait=max_wait, max_defer=max_defer)
+        self._batcher = Batcher(
+            manager, n_batch=n_batch, max_wait=max_wait, max_defer=max_defer, on_text=self._notify
+        )
         #: Number of prompts to gather: those that the manager serves at once, if any are deferred.
         slots = getattr(manager, "branches", None)
         self._most = getattr(slots, "limit", manager.context.info.n_seq_max) if max_defer else 0
@@ -177,10 +179,14 @@ class AsyncBatcher(NotCopied):
                 each.generation.end("failed", error)
         self._deliver()
 
-    def _deliver(self) -> None:
+    def _notify(self) -> None:
         """Wake the tasks whose generations have more text, or have ended."""
         for each in self._live:
             each.notify()
+
+    def _deliver(self) -> None:
+        """Wake the tasks as `_notify` does, and forget generations that have ended."""
+        self._notify()
         self._live = [each for each in self._live if not each.generation.done]
 
 

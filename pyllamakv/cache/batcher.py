@@ -109,7 +109,8 @@ class Batcher(ClosedOnExit):
     submitted last is parked until another one has ended. One that has waited for ``max_wait`` steps
     takes the place of one that has run as long (None: it waits). A prompt waits for at most
     ``max_defer`` steps while another one evaluates tokens that both begin with, so that it reuses
-    them (0: it does not wait).
+    them (0: it does not wait). ``on_text`` is called between the decodes of a step that has
+    several, when generations may have more text.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Batcher(ClosedOnExit):
         n_batch: int | None = None,
         max_wait: int | None = MAX_WAIT,
         max_defer: int = MAX_DEFER,
+        on_text: Callable[[], None] | None = None,
     ) -> None:
         context = getattr(manager, "context", None)
         if not isinstance(context, Context) or not callable(getattr(manager, "acquire", None)):
@@ -145,6 +147,7 @@ class Batcher(ClosedOnExit):
         max_defer = arguments.integer("max_defer", max_defer, 0, arguments.INT32)
         self._queue = GenerationQueue(manager, max_wait, max_defer)
         self._greedy = make_sampler(context.model, SamplerParams())
+        self._on_text = on_text
         self._feeding: list[Portion] = []
         self._running = False
         #: The fast path for the active generations, until one is added, ends or is cancelled.
@@ -365,7 +368,9 @@ class Batcher(ClosedOnExit):
         # Room for a later one may have required to park an earlier one.
         portions = [each for each in portions if each[0].lease is not None]
         starts = {one: len(one.ledger.tokens) for one, _ in portions}
-        for group in batches(self.context, portions):
+        for number, group in enumerate(batches(self.context, portions)):
+            if number and self._on_text is not None:
+                self._on_text()
             fed = []
             for one, n in group:
                 # An earlier batch may have parked a generation, or not decoded its tokens: those

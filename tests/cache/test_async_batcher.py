@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,7 @@ import runtime_kit as kit
 from batching_kit import PROMPTS, Fixed, alone, scripted
 
 from pyllamakv.cache import async_batcher
-from pyllamakv.cache.async_batcher import AsyncBatcher
+from pyllamakv.cache.async_batcher import AsyncBatcher, AsyncGeneration
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import Busy, Cancelled, Closed, DecodeError, UsageError, WorkerDied
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from pyllamakv.cache.async_batcher import AsyncGeneration
     from pyllamakv.runtime.context import Context
 
 
@@ -40,6 +40,39 @@ def run(ctx: Context, main: Callable[[AsyncBatcher], Awaitable[Any]], **options:
         return found
 
     return asyncio.run(all_of_it())
+
+
+def test_text_of_a_first_micro_batch_is_delivered_during_the_next(ctx: Context) -> None:
+    """A long prompt in the same step does not delay it."""
+    seen = threading.Event()
+    native: Any = ctx.native
+
+    class Gate:
+        decodes = 0
+
+        def wait(self, seconds: float) -> None:
+            self.decodes += 1
+            assert self.decodes != 2 or seen.wait(20), "the step has to end first"
+
+    async def main(front: AsyncBatcher) -> None:
+        def submit() -> None:  # in one call, so that one step has both
+            for prompt in ("abc", "x" * 20):
+                made = AsyncGeneration(front._batcher.submit(prompt, 2), loop)
+                front._live.append(made)
+                generations.append(made)
+
+        loop = asyncio.get_running_loop()
+        generations: list[AsyncGeneration] = []
+        await front.call(submit)
+        parts = aiter(generations[0])
+        assert await anext(parts)
+        seen.set()
+        assert await anext(parts)
+        await generations[1].result()
+
+    native.gate = Gate()
+    run(ctx, main)
+    assert native.gate.decodes > 2
 
 
 async def ended(front: AsyncBatcher, name: str, n: int) -> None:
