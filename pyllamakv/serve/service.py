@@ -22,7 +22,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 import pyllamakv
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.cache.prefix_cache import PrefixCache
-from pyllamakv.errors import AddressInUse, PrefixStoreBusy, UsageError
+from pyllamakv.errors import (
+    AddressInUse,
+    BudgetTooSmall,
+    NotEnoughMemory,
+    PrefixStoreBusy,
+    UsageError,
+)
 from pyllamakv.serve.app import Api
 from pyllamakv.serve.engine import Engine
 
@@ -281,8 +287,8 @@ def opened(options: ServeOptions) -> Iterator[Engine]:
         model = stack.enter_context(library.load_model(options.model))
         if not model.info.has_vocab:
             raise UsageError(f"{options.model} has no vocabulary, so it cannot serve text")
-        context = stack.enter_context(
-            model.context(
+        try:
+            context = model.context(
                 n_ctx=options.n_ctx or model.info.n_ctx_train or _CELLS,
                 n_batch=2048,
                 n_ubatch=512,
@@ -291,7 +297,10 @@ def opened(options: ServeOptions) -> Iterator[Engine]:
                 defrag_policy="threshold",
                 flash_attn=None if Capability.FLASH_AUTO in library.about.capabilities else False,
             )
-        )
+        except NotEnoughMemory as error:
+            error.hint = "start the server with fewer cells: --ctx N"
+            raise
+        stack.enter_context(context)
         # After the cache was flushed: a long prompt that is tokenized must not delay it.
         workers = stack.enter_context(ThreadPoolExecutor(_WORKERS, "pyllamakv-serve"))
         try:
@@ -299,6 +308,9 @@ def opened(options: ServeOptions) -> Iterator[Engine]:
             cache = PrefixCache(
                 context, budget=options.budget, store=options.store, paging="memory"
             )
+        except BudgetTooSmall as error:
+            error.hint = "start the server with a larger --budget"
+            raise
         except PrefixStoreBusy as error:
             msg = f"another process writes to {options.store}: end it, or select another --store"
             raise PrefixStoreBusy(msg, error.path) from error

@@ -431,6 +431,19 @@ def test_a_second_signal_ends_the_grace_period(
 
 @pytest.mark.slow
 @pytest.mark.native
+@pytest.mark.parametrize("option", [("--ctx", 10**9), ("--budget", 1)])
+def test_size_that_cannot_be_served_is_named_as_an_option(
+    patched: Variant, trained_model: Path, option: tuple[str, int]
+) -> None:
+    """The errors name the arguments of `Model.context` and `PrefixCache`."""
+    options = ("--release", patched.folder, *option)
+    status, output = kit.ServeProcess(trained_model, *options, ready=False).end()
+    assert status == 2
+    assert option[0] in output.partition('"hint"')[2]
+
+
+@pytest.mark.slow
+@pytest.mark.native
 def test_an_endless_grace_period_is_refused(patched: Variant, trained_model: Path) -> None:
     """It would be an error of uvicorn, which counts whole seconds."""
     options = ("--release", patched.folder, "--grace", "inf")
