@@ -7,7 +7,7 @@ is not listed here is refused. Ranges of sampler parameters are checked by `Samp
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -19,7 +19,6 @@ from pyllamakv.serve.engine import InvalidField
 UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "annotations": ([],),
     "audio": (),
-    "best_of": (1,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -236,6 +235,7 @@ class GenerationFields(ApiObject):
 
     model: Name | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
+    best_of: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Stop | Stops = []
@@ -279,6 +279,13 @@ class GenerationFields(ApiObject):
     adaptive_decay: float | None = None
     samplers: Samplers | None = None
     grammar: Grammar | None = None
+
+    @model_validator(mode="after")
+    def _all_are_best(self) -> Self:
+        """Refuse a choice of the best texts; the best ``n`` of ``n`` are all of them."""
+        if self.best_of not in (None, self.n):
+            raise FieldUnsupported("best_of")
+        return self
 
     @property
     def given_limits(self) -> dict[str, int]:

@@ -351,6 +351,7 @@ TOOL_ROLE = "unsupported", "messages.0.role", "not support the role"
         (COMPLETE, {"prompt": "Hi", "stream_options": {}}, VALUE, "stream_options", "requires"),
         (COMPLETE, {"prompt": "Hi", "echo": True}, "unsupported", "echo", "support echo"),
         (CHAT, {**kit.CHAT, "stream_options": {OBFUSCATION: True}}, *NO_OBFUSCATION),
+        (COMPLETE, {"prompt": "Hi", "best_of": 2}, "unsupported", "best_of", "support best_of"),
         (COMPLETE, {"prompt": "Hi", "cache_salt": ""}, VALUE, "cache_salt", "1 character"),
         (CHAT, {**kit.CHAT, "cache_salt": 1}, TYPE, "cache_salt", "string"),
         (COMPLETE, {"prompt": "Hi", "foo": 1}, "unknown_field", "foo", "unknown"),
@@ -459,8 +460,9 @@ def test_sampler_that_is_slow_to_create_is_not_created_by_the_batcher(more: Any)
 def test_fields_that_request_nothing_are_accepted(tmp_path: Path) -> None:
     """They are null, and neutral values of fields that are not supported."""
     more = {"tools": [], "tool_choice": "none", "stop": None, "store": False, "user": "me"}
-    answer = kit.post(kit.engine(tmp_path), CHAT, {**kit.CHAT, **more, "logit_bias": None})
-    assert answer.status_code == 200, answer.text
+    for fields in ({"logit_bias": None}, {"n": 2, "best_of": 2}):
+        answer = kit.post(kit.engine(tmp_path), CHAT, {**kit.CHAT, **more, **fields})
+        assert answer.status_code == 200, answer.text
 
 
 def test_an_unknown_model_or_path_is_not_found(tmp_path: Path) -> None:
