@@ -155,7 +155,7 @@ class _Steps:
         self.batch.n_tokens = n
         self.batch.token, self.batch.pos, self.batch.seq_id = self.token, self.pos, self.seq
         # What `seq` and `flags` were copied from; None is no flags.
-        self.seq_id: tuple[int, ...] = ()
+        self.seq_id: Any = ()
         self.logits: Any = None
 
 
@@ -164,7 +164,7 @@ class Scratch:
 
     __slots__ = (
         "batch", "buffers", "cells", "model", "n_embd", "n_vocab", "place",
-        "raw", "rows", "steps", "tokens", "view", "words",
+        "raw", "row", "rows", "steps", "tokens", "view", "words",
     )  # fmt: skip
 
     def __init__(self, raw: Any, model: int, n_vocab: int, n_seq_max: int) -> None:
@@ -180,15 +180,17 @@ class Scratch:
         self.rows = ffi.new("int32_t *")
         self.tokens = ffi.new("int32_t[]", n_seq_max)
         # The last view of logits; the next ones are usually at the same address.
-        self.place: Any = NULL
+        self.place: Any = None
         self.view: NDArray[np.float32] = np.empty((0, n_vocab), np.float32)
+        self.row: NDArray[np.float32] = np.empty(n_vocab, np.float32)
 
     def look(self, place: Any, n: int) -> NDArray[np.float32]:
-        """Return a read-only view of ``n`` rows of logits at a place."""
+        """Return a read-only view of ``n`` rows of logits at a place; `row` becomes the first."""
         if place != self.place or n != len(self.view):
             flat = np.frombuffer(ffi.buffer(place, 4 * n * self.n_vocab), np.float32)
-            self.place, self.view = place, flat.reshape(n, self.n_vocab)
-            self.view.flags.writeable = False
+            flat.flags.writeable = False
+            view = flat.reshape(n, self.n_vocab)
+            self.place, self.view, self.row = place, view, view[0]
         return self.view
 
 
@@ -659,9 +661,54 @@ class Local:
         seq_id: NDArray[np.int32] | tuple[int, ...],
         logits: NDArray[np.int8] | tuple[int, ...] | None,
     ) -> int:
-        """Run one batch of tokens or embeddings; return llama_decode's own code."""
-        if type(token) is list:
-            return self._decode_lists(context, token, pos, seq_id, logits)
+        """Run one batch of tokens or embeddings; return llama_decode's own code.
+
+        Lists take less time for few tokens than arrays do.
+        """
+        if type(token) is not list:
+            return self._decode_arrays(context, token, pos, seq_count, seq_id, logits)
+        scratch = self._scratch.get(context) or self._gone("context")
+        steps, n = scratch.steps, len(seq_id)
+        if steps.n != n:
+            steps = scratch.steps = _Steps(n)
+        # A copy that fails or is interrupted must leave nothing that looks current.
+        if steps.seq_id is not seq_id:
+            steps.seq_id = ()
+            steps.seq[0:n] = seq_id
+            steps.seq_id = seq_id
+        if steps.logits is not logits:
+            steps.logits = ...
+            if logits is None:
+                steps.batch.logits = NULL
+            else:
+                steps.flags[0:n] = logits
+                steps.batch.logits = steps.flags
+            steps.logits = logits
+        # Both forms require the exact number of items; the first takes less time.
+        if n == 1:
+            (steps.token[0],), (steps.pos[0],) = token, pos
+        else:
+            steps.token[0:n] = token
+            steps.pos[0:n] = pos
+        before = len(entered)
+        try:
+            code: int = self._lib.plk_decode(scratch.raw, steps.batch)
+            if len(entered) > before:
+                raise_pending()
+        except BaseException:
+            forget_pending()
+            raise
+        if code < OWN:
+            what = f"decode a token of each of {n} sequences"
+            if n == 1:
+                what = f"decode token {token[0]} at {pos[0]} of sequence {seq_id[0]}"
+            raise self._error(code, what, "decode")
+        return code
+
+    def _decode_arrays(
+        self, context: ContextHandle, token: Any, pos: Any, seq_count: Any, seq_id: Any, logits: Any
+    ) -> int:
+        """Run one batch of arrays."""
         raw = self._context(context)
         batch = self._scratch[context].batch
         embeds = np.ndim(token) == 2
@@ -705,48 +752,6 @@ class Local:
             raise self._error(code, f"decode {n_tokens} tokens", "decode")
         return code
 
-    def _decode_lists(
-        self, context: ContextHandle, token: list[int], pos: Any, seq_id: Any, logits: Any
-    ) -> int:
-        """Run one batch of lists, which takes less time for few tokens than arrays do."""
-        scratch = self._scratch.get(context) or self._gone("context")
-        steps, n = scratch.steps, len(seq_id)
-        if steps.n != n:
-            steps = scratch.steps = _Steps(n)
-        # A copy that fails or is interrupted must leave nothing that looks current.
-        if steps.seq_id is not seq_id:
-            steps.seq_id = ()
-            steps.seq[0:n] = seq_id
-            steps.seq_id = seq_id
-        if steps.logits is not logits:
-            steps.logits = ...
-            if logits is None:
-                steps.batch.logits = NULL
-            else:
-                steps.flags[0:n] = logits
-                steps.batch.logits = steps.flags
-            steps.logits = logits
-        # Both forms require the exact number of items; the first takes less time.
-        if n == 1:
-            (steps.token[0],), (steps.pos[0],) = token, pos
-        else:
-            steps.token[0:n] = token
-            steps.pos[0:n] = pos
-        before = len(entered)
-        try:
-            code: int = self._lib.plk_decode(scratch.raw, steps.batch)
-            if len(entered) > before:
-                raise_pending()
-        except BaseException:
-            forget_pending()
-            raise
-        if code < OWN:
-            what = f"decode a token of each of {n} sequences"
-            if n == 1:
-                what = f"decode token {token[0]} at {pos[0]} of sequence {seq_id[0]}"
-            raise self._error(code, what, "decode")
-        return code
-
     def logits(self, context: ContextHandle, index: int, n_vocab: int) -> NDArray[np.float32]:
         """Return a read-only view (n_vocab,) of logits, valid until the next decode."""
         scratch = self._scratch.get(context) or self._gone("context")
@@ -755,12 +760,14 @@ class Local:
                 Code.EINVAL, f"read {n_vocab} logits of a smaller vocabulary", "decode"
             )
         found = self._lib.plk_logits(scratch.raw, index)
-        if found == NULL:
-            raise self._error(
-                Code.EINVAL, f"read the logits of place {index}: there are none", "decode"
-            )
-        row: NDArray[np.float32] = scratch.look(found, 1)[0]
-        return row if len(row) == n_vocab else row[:n_vocab]
+        if found != scratch.place:
+            if found == NULL:
+                raise self._error(
+                    Code.EINVAL, f"read the logits of place {index}: there are none", "decode"
+                )
+            scratch.look(found, 1)
+        row = scratch.row
+        return row if n_vocab == scratch.n_vocab else row[:n_vocab]
 
     def logits_all(self, context: ContextHandle, n_vocab: int) -> NDArray[np.float32]:
         """Return the logits (n, n_vocab) of every place with any: a view where that is possible."""

@@ -16,7 +16,7 @@ import inspect
 import threading
 import weakref
 from contextlib import contextmanager, suppress
-from itertools import starmap
+from itertools import islice, repeat, starmap
 from sys import _getframe
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -33,8 +33,8 @@ Raw = TypeVar("Raw", bound=int)
 R = TypeVar("R")
 
 _CONTEXTLIB = vars(contextlib)
-#: Arguments of ways to acquire a lock, each in a list: at once, within 10 ms, and ever.
-_AT_ONCE, _SOON, _EVER = ((False,),), ((True, 0.01),), ((True,),)
+#: Arguments of ways to acquire a lock, each in a list: within 10 ms, and ever.
+_SOON, _EVER = ((True, 0.01),), ((True,),)
 #: Flags of code whose frames may be suspended.
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 #: Packages whose frames belong to the operation that called them.
@@ -66,6 +66,7 @@ class _Node(Generic[Raw]):
     """The state that must outlive the owner, so that a finaliser can close it in order."""
 
     __slots__ = (
+        "attempts",
         "children",
         "closed",
         "free",
@@ -94,10 +95,13 @@ class _Node(Generic[Raw]):
         self.closed = False
         # Reentrant, because operations on a context are nested.
         self.lock = threading.RLock()
+        # Each item is the result of an attempt to acquire the lock at once. A `for` loop calls no
+        # signal handler before it has stored an item, and a token takes two of them.
+        self.attempts = map(self.lock.acquire, repeat(False))
         # The frame that entered first. Signal handlers and callbacks run in the same thread, so
         # only frames show whether a call is a part of the operation.
         self.holder: FrameType | None = None
-        # How often the lock is held for uses that a signal handler ended without `leave`.
+        # How often the lock is held for uses that a signal handler ended without `__exit__`.
         self.surplus = 0
         # Held while `raw` is used without the lock (cancel), and while it is freed. Reentrant,
         # because a signal handler may cancel.
@@ -115,7 +119,7 @@ class _Node(Generic[Raw]):
         signal handler cannot raise between both.
         """
         for _ in range(100):
-            locked.extend(starmap(self.lock.acquire, _AT_ONCE))
+            locked.extend(islice(self.attempts, 1))
             if locked[-1]:
                 return True
             if self.users and not self.reading:
@@ -154,17 +158,6 @@ class _Node(Generic[Raw]):
             and not holder.f_code.co_flags & _SUSPENDS
             and _is_nested(frame, holder) is None
         )
-
-    def leave(self) -> None:
-        """Count one use less, and unlock the node."""
-        # Without a call before the last one: a signal handler cannot raise in the middle.
-        self.users -= 1
-        if not self.users:
-            self.holder = None
-            while self.surplus:
-                self.surplus -= 1
-                self.lock.release()
-        self.lock.release()
 
     def wait_for_readers(self) -> None:
         """Wait up to a second until no thread is, or waits, in `Lock.reading`."""
@@ -286,21 +279,46 @@ class Owner(NotCopied, Generic[Raw]):
         self._finalizer.detach()
 
 
-class Lock(Owner[Raw]):
+class _ReleasedOnExit(Generic[Raw]):
+    """The end of a ``with`` block of `Lock` and of `ReadLock`."""
+
+    _node: _Node[Raw]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Count one use less, and unlock the node."""
+        node = self._node
+        # Without a call before the last one: a signal handler cannot raise in the middle.
+        node.users -= 1
+        if not node.users:
+            node.holder = None
+            while node.surplus:
+                node.surplus -= 1
+                node.lock.release()
+        node.lock.release()
+
+
+class Lock(_ReleasedOnExit[Raw], Owner[Raw]):
     """Own one native object that serves one operation at a time: a context or a sampler."""
 
     def __enter__(self) -> Raw:
         """Begin to use it; raises Busy if another operation does, Closed if it was freed."""
-        node, used = self._node, False
-        locked: list[bool] = []
+        node, used, locked = self._node, False, False
+        waited: list[bool] | None = None
         try:
             if node.readers and not node.users:
                 # Without this, a loop of calls would take the lock again before a reader gets it.
                 node.wait_for_readers()
-            # A token takes two locks, so the usual case needs no further call of Python.
-            locked.extend(starmap(node.lock.acquire, _AT_ONCE))
-            if not locked[0] and not node.acquire(locked):
-                raise self._busy()
+            for locked in node.attempts:
+                if not locked:
+                    waited = []
+                    if not node.acquire(waited):
+                        raise self._busy()
+                break
             frame = _getframe(1)
             if node.users:
                 holder = node.check_nested(frame)
@@ -314,17 +332,9 @@ class Lock(Owner[Raw]):
         except BaseException:  # also of a signal handler
             if used:
                 self.__exit__(None, None, None)
-            elif True in locked:
+            elif locked or (waited and waited[-1]):
                 node.lock.release()
             raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._node.leave()
 
     def _busy(self) -> Busy:
         what = self._node.what
@@ -340,7 +350,7 @@ class Lock(Owner[Raw]):
         holder = node.holder
         locked: list[bool] = []
         try:
-            node.leave()
+            self.__exit__(None, None, None)
             node.wait_for_readers()
         finally:  # also if a signal handler raises: the operation leaves it once more
             try:
@@ -373,7 +383,7 @@ class Lock(Owner[Raw]):
         finally:
             if used:
                 node.reading = node.reading and not outermost
-                node.leave()
+                self.__exit__(None, None, None)
             elif locked:
                 node.lock.release()
             with node.turn:
@@ -389,22 +399,27 @@ class Lock(Owner[Raw]):
             return call(self.raw)
 
 
-class ReadLock(Generic[Raw]):
+class ReadLock(_ReleasedOnExit[Raw]):
     """Use a context as its `Lock` does, to read the results of the last call.
 
     A callback of an operation, such as a sampler, may do so during the operation.
     """
 
+    __slots__ = ("_lock", "_node")
+
     def __init__(self, lock: Lock[Raw]) -> None:
-        self._lock = lock
+        self._lock, self._node = lock, lock._node
 
     def __enter__(self) -> Raw:
-        node, used = self._lock._node, False
-        locked: list[bool] = []
+        node, used, locked = self._node, False, False
+        waited: list[bool] | None = None
         try:
-            locked.extend(starmap(node.lock.acquire, _AT_ONCE))
-            if not locked[0] and not node.acquire(locked):
-                raise self._lock._busy()
+            for locked in node.attempts:
+                if not locked:
+                    waited = []
+                    if not node.acquire(waited):
+                        raise self._lock._busy()
+                break
             holder = node.holder
             if not node.users:
                 frame = _getframe(1)
@@ -413,13 +428,10 @@ class ReadLock(Generic[Raw]):
             return node.raw if not node.closed else self._lock.raw
         except BaseException:
             if used:
-                node.leave()
-            elif True in locked:
+                self.__exit__(None, None, None)
+            elif locked or (waited and waited[-1]):
                 node.lock.release()
             raise
-
-    def __exit__(self, *_: object) -> None:
-        self._lock._node.leave()
 
 
 def free_quietly(free: Callable[[Raw], None], raw: Raw) -> None:

@@ -120,7 +120,10 @@ class Context(ClosedOnExit):
         self.info: ContextInfo = native.context_info(handle)
         self.ledgers = tuple(Ledger() for _ in range(self.info.n_seq_max))
         self.kv_file = KVFile(native, self.ledgers, params.kv_path) if params.kv_keep else None
-        free = partial(free_quietly, self.kv_file.free if self.kv_file else native.context_free)
+        self.outputs = Outputs(embeds=params.embeddings)
+        free = partial(
+            _free, self.outputs, self.kv_file.free if self.kv_file else native.context_free
+        )
         #: Held by the operation that uses the context. Other threads, signal handlers and callbacks
         #: get Busy.
         self.lock: Lock[Any] = Lock(handle, free, "context", model.owner)
@@ -141,8 +144,7 @@ class Context(ClosedOnExit):
         self._taken: set[int] = set()
         #: Number of calls of `cancel`.
         self.cancels = 0
-        self.outputs = Outputs(embeds=params.embeddings)
-        self.decoder = Decoder(self, adapt_threads=adapt_threads)
+        self.decoder: Decoder = Decoder(self, adapt_threads=adapt_threads)
         self._adapters: AdapterScales = ()
         #: Identifies the adapters and scales in use; empty without any.
         self.adapters_key = ""
@@ -524,6 +526,12 @@ class Context(ClosedOnExit):
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"n_ctx {self.info.n_ctx}"
         return f"<Context {state}, {self.info.n_seq_max} sequences>"
+
+
+def _free(outputs: Outputs, free: Callable[[Any], None], handle: ContextHandle) -> None:
+    """Free a context, whose outputs are gone."""
+    outputs.begin()
+    free_quietly(free, handle)
 
 
 def _as_lists(sequences: Iterable[Sequence], tokens: Any) -> tuple[list[Sequence], Any]:

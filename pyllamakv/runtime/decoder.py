@@ -6,7 +6,6 @@ to decode is a call of `_attempt` with what differs: the arguments and the recor
 
 from __future__ import annotations
 
-import math
 import traceback
 from contextlib import suppress
 from time import monotonic
@@ -83,8 +82,8 @@ class Decoder:
         #: How many failed decodes emptied sequences.
         self.emptyings = 0
         self._marks = 0
-        #: When `_adapt_threads` is due.
-        self._threads_due = 0.0 if adapt_threads else math.inf
+        #: When `_adapt_threads` is due; None: never.
+        self._threads_due: float | None = 0.0 if adapt_threads else None
         self._singles = [StepGroup((i,), [own]) for i, own in enumerate(context.ledgers)]
         #: The sequences that stepped last.
         self._last: tuple[list[Any], StepGroup] = ([], self._singles[0])
@@ -100,7 +99,7 @@ class Decoder:
 
     def keep_threads(self) -> None:
         """Choose no number of threads from now on."""
-        self._threads_due = math.inf
+        self._threads_due = None
 
     def forget_groups(self) -> None:
         """Forget the sequences that stepped last: one of them was closed."""
@@ -122,8 +121,10 @@ class Decoder:
                 check_pooled_batch(context.info, batch)
             batch = BatchArrays(*batch[:-1], np.ones(len(batch.token), np.int8))
         ids, n = batch.seq.tolist(), len(batch.token)
-        words = (context.handle, *batch)
-        code = self._attempt(ids, n, context.native.decode, words, self._record_batch, batch)
+        decode = context.native.decode
+        code = self._attempt(
+            ids, n, decode, context.handle, *batch, record=self._record_batch, work=batch
+        )
         if code and code not in allowed:
             raise decode_failure.failure(context, code, ids, n)
         return code
@@ -136,9 +137,10 @@ class Decoder:
         """
         ids, ledgers = group.ids, group.ledgers
         places = [ledgers[0].next] if len(ids) == 1 else [each.next for each in ledgers]
-        words = (handle, tokens, places, None, ids, group.flags)
-        decode = self._context.native.decode
-        code = self._attempt(ids, len(ids), decode, words, self._record_step, group, tokens)
+        decode, record = self._context.native.decode, self._record_step
+        code = self._attempt(
+            ids, len(ids), decode, handle, tokens, places, None, ids, group.flags, record, group
+        )
         if code:
             raise decode_failure.failure(self._context, code, ids)
 
@@ -156,7 +158,7 @@ class Decoder:
         refused: KvError | None = None
         interrupt: BaseException | None = None
 
-        def run_steps() -> int:
+        def run_steps(*_: object) -> int:
             nonlocal refused, interrupt
             while True:
                 left = min(steps - len(chosen), _STEPS)
@@ -194,7 +196,7 @@ class Decoder:
                     return int(DecodeStatus.ABORTED)
 
         self.emptied = ()
-        code = self._attempt(ids, len(ids), run_steps, ())
+        code = self._attempt(ids, len(ids), run_steps, handle, tokens, None, None, ids, None)
         if interrupt is None and refused is not None:
             raise refused
         if interrupt is None and code:
@@ -259,18 +261,24 @@ class Decoder:
         self,
         ids: list[int] | tuple[int, ...],
         n_tokens: int,
-        call: Callable[..., int],
-        words: tuple[Any, ...],
-        record: Callable[..., None] | None = None,
-        *decoded: Any,
+        decode: Callable[..., int],
+        handle: ContextHandle,
+        token: Any,
+        pos: Any,
+        counts: Any,
+        seq: Any,
+        logits: Any,
+        record: Callable[[Any, Any], None] | None = None,
+        work: StepGroup | BatchArrays | None = None,
     ) -> int:
-        """Return the status of ``call(*words)``, which decodes ``n_tokens`` of sequences ``ids``.
+        """Return the status of ``decode``, which decodes ``n_tokens`` of sequences ``ids``.
 
-        If there are no cells, defragment and call again, once for each progress of the call. Then
-        call ``record(*decoded)``, or undo what a failed decode left in the cells. Both are undone
-        if a signal handler raises before the record is complete.
+        Its arguments, those of `Native.decode`, are named because a tuple of them takes more time.
+        If there are no cells, defragment and call it again, once for each progress of the call.
+        Then call ``record(work, token)``, or undo what a failed decode left in the cells. Both are
+        undone if a signal handler raises before the record is complete.
         """
-        if monotonic() >= self._threads_due:
+        if self._threads_due is not None and monotonic() >= self._threads_due:
             self._adapt_threads()
         policy = self.policy
         if policy.dirty:
@@ -279,14 +287,14 @@ class Decoder:
         recorded: int | None = None
         undone = False
         try:
-            code = call(*words)
+            code = decode(handle, token, pos, counts, seq, logits)
             marks = -1
             while code == 1 and marks != self._marks and policy.defrag_after_failure(ids, n_tokens):
                 marks = self._marks
-                code = call(*words)
+                code = decode(handle, token, pos, counts, seq, logits)
             if not code and record is not None:
                 recorded = self._marks
-                record(*decoded)
+                record(work, token)
             if code:
                 with Uninterrupted():
                     self._outputs.begin()
@@ -330,7 +338,7 @@ class Decoder:
         self.emptied = roll_back(self._context, ids, halfway=halfway)
         self.emptyings += bool(self.emptied)
 
-    def _record_batch(self, batch: BatchArrays) -> None:
+    def _record_batch(self, batch: BatchArrays, _tokens: object) -> None:
         context, outputs = self._context, self._outputs
         if context.info.memory is not MemoryType.NONE:  # an encoder keeps nothing
             first, self._marks = self._marks, self._marks + len(batch.token)

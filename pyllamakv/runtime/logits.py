@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Outputs:
     """Store which decode was the last one, its size (0: it failed), and which tokens have logits.
 
-    ``epoch`` counts decodes. ``every`` means all tokens; otherwise, ``flags`` None means the last
-    one. With ``embeds``, they have embeddings instead.
+    ``epoch`` counts decodes, and the end of the context. ``every`` means all tokens; otherwise,
+    ``flags`` None means the last one. With ``embeds``, they have embeddings instead.
     """
 
     __slots__ = ("embeds", "epoch", "every", "flags", "n")
@@ -35,7 +35,7 @@ class Outputs:
         self.flags: NDArray[np.int8] | None = None
 
     def begin(self) -> None:
-        """Begin a decode: the outputs of the last one are gone."""
+        """Begin a decode, or end the context: the outputs of the last decode are gone."""
         self.epoch += 1
         self.n = 0
 
@@ -101,7 +101,7 @@ class _View(NDArrayOperatorsMixin):
     @property
     def stale(self) -> bool:
         """Return whether a later decode, or the context's end, has made these unreadable."""
-        return self._epoch != self._outputs.epoch or self._lock.closed
+        return self._epoch != self._outputs.epoch
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -160,9 +160,8 @@ class _View(NDArrayOperatorsMixin):
         return f"<{type(self).__name__} {self.shape}{', stale' if self.stale else ''}>"
 
     def _read(self) -> NDArray[np.float32]:
-        if self._lock.closed:
-            _ = self._lock.raw  # raises Closed
         if self._epoch != self._outputs.epoch:
+            _ = self._lock.raw  # raises Closed
             msg = (
                 f"a later decode has overwritten these {self._noun}; read or copy() them before it"
             )

@@ -55,6 +55,7 @@ class Sequence(ClosedOnExit):
         #: The number of the sequence, from 0.
         self.id = number
         self.ledger: Ledger = context.ledgers[number]
+        self._group = context.decoder.single(number)
         self.open = True
 
     @property
@@ -119,7 +120,7 @@ class Sequence(ClosedOnExit):
             decoder = context.decoder
             if not 0 <= token < context.n_vocab:
                 decoder.check_token(token)
-            decoder.step(handle, decoder.single(self.id), [token])
+            decoder.step(handle, self._group, [token])
 
     def prefill(self, tokens: Any, *, logits: bool = True) -> None:
         """Decode any number of tokens in batches of n_batch, with logits of the last token.
