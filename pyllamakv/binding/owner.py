@@ -20,6 +20,7 @@ from itertools import islice, repeat, starmap
 from sys import _getframe
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pyllamakv.binding.interrupts import Uninterrupted
 from pyllamakv.closing import NotCopied
 from pyllamakv.errors import Busy, Closed, WorkerDied
 
@@ -181,16 +182,18 @@ class _Node(Generic[Raw]):
     def close(self) -> _Node[int] | None:
         """Free everything below, then this; or nothing, and return the node that is in use."""
         taken: list[_Node[int]] = []
-        try:
-            busy = self.take(taken)
-            if busy is None:
-                # Children come after their parents in the list.
-                for node in reversed(taken):
-                    node.release()
-            return busy
-        finally:
-            for node in taken:
-                node.lock.release()
+        # The exception of a signal handler would leave an object that is closed and was not freed.
+        with Uninterrupted():
+            try:
+                busy = self.take(taken)
+                if busy is None:
+                    # Children come after their parents in the list.
+                    for node in reversed(taken):
+                        node.release()
+                return busy
+            finally:
+                for node in taken:
+                    node.lock.release()
 
     def release(self) -> None:
         """Free this node once."""

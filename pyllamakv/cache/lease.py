@@ -14,12 +14,12 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from pyllamakv.binding import arguments
+from pyllamakv.binding.interrupts import Uninterrupted
 from pyllamakv.cache import defrag_retry
 from pyllamakv.cache.interface import PARKED_LATE
 from pyllamakv.cache.radix_tree import TOKEN_BYTES, key_to_tokens, tokens_to_key
 from pyllamakv.closing import NotCopied
 from pyllamakv.errors import Cancelled, StateError, Unsupported, UsageError
-from pyllamakv.runtime.interrupts import Uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

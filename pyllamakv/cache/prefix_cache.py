@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
+from pyllamakv.binding.interrupts import Uninterrupted
 from pyllamakv.cache import defrag_retry, eviction_policy, prefix_states, residency
 from pyllamakv.cache import token_groups as grouping
 from pyllamakv.cache.allocation import Allocator, cell_stats
@@ -35,7 +36,6 @@ from pyllamakv.errors import (
 )
 from pyllamakv.runtime.batch import as_int32, first_out_of_range
 from pyllamakv.runtime.context import Context
-from pyllamakv.runtime.interrupts import Uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pyllamakv.binding import arguments
+from pyllamakv.binding.interrupts import Uninterrupted
 from pyllamakv.binding.owner import Lock, ReadLock, free_quietly
 from pyllamakv.binding.protocol import (
     Capability,
@@ -38,7 +39,6 @@ from pyllamakv.runtime.decoder import Decoder
 from pyllamakv.runtime.defrag_policy import DefragPolicy
 from pyllamakv.runtime.generated_text import TextStream
 from pyllamakv.runtime.generation import PromptCache
-from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.kv import KV
 from pyllamakv.runtime.ledger import Ledger
 from pyllamakv.runtime.logits import Logits, LogitsRows, Outputs

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from pyllamakv.binding import arguments, codes
+from pyllamakv.binding.interrupts import Uninterrupted
 from pyllamakv.binding.protocol import DecodeStatus, MemoryType
 from pyllamakv.binding.signal_check import take_run
 from pyllamakv.cpus import free_cpus
@@ -29,7 +30,6 @@ from pyllamakv.runtime.batch import (
 )
 from pyllamakv.runtime.decode_failure import roll_back
 from pyllamakv.runtime.defrag_policy import DefragPolicy
-from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.ledger import record_batch, record_step
 
 if TYPE_CHECKING:

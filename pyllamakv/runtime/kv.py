@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from pyllamakv.binding import arguments
+from pyllamakv.binding.interrupts import Uninterrupted
 from pyllamakv.binding.protocol import Capability, MemoryType
 from pyllamakv.closing import NotCopied, PublicDir
 from pyllamakv.errors import Unsupported, UsageError
 from pyllamakv.runtime import backing, defrag_by_restore, state_parser
-from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.snapshot import CellMap, Snapshot
 
 if TYPE_CHECKING:

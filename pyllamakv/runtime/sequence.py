@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pyllamakv.binding import arguments
+from pyllamakv.binding.interrupts import Uninterrupted
 from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import (
@@ -22,7 +23,6 @@ from pyllamakv.errors import (
 from pyllamakv.runtime import decode_failure, embedding, generation, state, swa
 from pyllamakv.runtime.batch import Feed
 from pyllamakv.runtime.ggml_types import number_type
-from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.ledger import POSITION_LIMIT
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pyllamakv.binding.interrupts import Uninterrupted
 from pyllamakv.binding.protocol import Capability
 from pyllamakv.content_digest import is_digest
 from pyllamakv.errors import ModelUnverified, NativeError, StateError, StateForeign, WorkerDied
 from pyllamakv.runtime import adapter, state_parser, state_slices
-from pyllamakv.runtime.interrupts import Uninterrupted
 from pyllamakv.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:

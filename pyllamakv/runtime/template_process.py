@@ -16,9 +16,9 @@ from functools import cache
 from typing import Any, Final
 from weakref import finalize
 
+from pyllamakv.binding.interrupts import Uninterrupted
 from pyllamakv.binding.process import environment
 from pyllamakv.errors import Busy, ChatTemplateError, WorkerDied
-from pyllamakv.runtime.interrupts import Uninterrupted
 
 #: Limits of one render: seconds of CPU time, and bytes of address space. Templates of current
 #: models take about a millisecond.

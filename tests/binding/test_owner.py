@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import gc
 import itertools
+import signal
 import subprocess
 import sys
 import threading
@@ -160,6 +161,41 @@ def test_an_interrupt_of_an_entry_leaves_the_lock_usable(way: str) -> None:
         assert in_thread(partial(use, context)) is None
         assert in_thread(context.close) is None
     assert number > 2
+
+
+@pytest.mark.regression(
+    "the exception of a signal handler in close() left objects that were never freed",
+    by="review",
+    of="Python",
+)
+def test_an_interrupt_of_a_close_leaves_no_object() -> None:
+    """A handler raises wherever Python calls one: each object is freed once, or by a repetition."""
+    file, steps, struck = Owner.close.__code__.co_filename, 0, 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal steps
+        if frame.f_code.co_filename != file:
+            return None
+        frame.f_trace_opcodes = True
+        steps += event == "opcode"
+        if steps == struck:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        while steps >= struck or not steps:
+            tree, steps, struck = Tree(), 0, struck + 5
+            sys.settrace(trace)
+            with suppress(KeyboardInterrupt):
+                tree.library.close()
+            sys.settrace(None)
+            tree.library.close()
+            assert sorted(tree.freed) == [0, 10, 11, 12, 20, 21], f"after {struck} steps"
+    finally:
+        sys.settrace(before[0])
+        signal.signal(signal.SIGINT, before[1])
+    assert struck > 100
 
 
 @pytest.mark.parametrize("way", ["lock", "results"])

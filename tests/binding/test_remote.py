@@ -17,6 +17,7 @@ from fakes.build import HANG, SLOW
 from fakes.opened import LONG, reaped, until
 
 from pyllamakv.binding import remote as binding
+from pyllamakv.binding.interrupts import Uninterrupted
 from pyllamakv.binding.process import CANCEL
 from pyllamakv.binding.protocol import (
     ContextHandle,
@@ -36,7 +37,6 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
-from pyllamakv.runtime.interrupts import Uninterrupted
 
 pytest_plugins = ("fakes.opened",)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import runtime_kit as kit
 
-from pyllamakv.binding import signal_check
+from pyllamakv.binding import interrupts, signal_check
+from pyllamakv.binding.interrupts import Uninterrupted
 from pyllamakv.errors import Cancelled
-from pyllamakv.runtime import decoder, interrupts, ledger
-from pyllamakv.runtime.interrupts import Uninterrupted
+from pyllamakv.runtime import decoder, ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Complete a change of the cache before the exception of a signal handler is raised.
+"""Complete a change of the cache, or a close, before the exception of a signal handler is raised.
 
 Python runs handlers between bytecodes, so also between a change of the cells and its record in a
 ledger or a tree. If a handler raises there, as that of Ctrl-C does, both disagree. During a decode,
