@@ -111,10 +111,10 @@ class CompletionRequest:
 class ServerLab:
     """Start servers of one build, and drive them. Each has ``slots`` slots of `SLOT` cells."""
 
-    def __init__(self, built: BuiltServer, *, slots: int = CLIENTS, seed: int = 1) -> None:
+    def __init__(self, built: BuiltServer, *, slots: int = CLIENTS) -> None:
         self.built = built
         self.slots = slots
-        self.random = random.Random(seed)
+        self.random = random.Random(1)
         #: Facts for the report: counts of requests, retries and differences.
         self.notes: dict[str, int] = {}
 

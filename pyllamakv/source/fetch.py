@@ -78,7 +78,7 @@ def ensure(spec: str, *, lock: Path | None = None, progress: Progress | None = N
     return fetch(release, progress=progress)
 
 
-def fetch_unlisted(version: str, *, progress: Progress | None = None) -> Release:
+def fetch_unlisted(version: str) -> Release:
     """Return a version that no lock has, fetched, without adding it to one.
 
     A version that an earlier call fetched is not downloaded again.
@@ -89,7 +89,7 @@ def fetch_unlisted(version: str, *, progress: Progress | None = None) -> Release
         if commit is None:
             if not (bring := _brings(version)):
                 raise UnknownRelease(f"{version!r} is not a version", name=version, suggestions=())
-            return bring(progress, keep=False)
+            return bring(None, keep=False)
         tree = store.tree_of(commit)
         return Release(
             name=version,

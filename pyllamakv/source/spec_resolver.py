@@ -245,12 +245,12 @@ def _described(store: Store, release: Release) -> Release:
         msg = f"{release.name} has no llama.cpp: neither {' nor '.join(API_HEADERS)} exists"
         raise UnknownRelease(msg, name=release.name)
     # The commit of a directory has a fixed date; two git references to one tree have their own.
-    twin = "" if release.kind == "git" else _date_of_twin(store, tree)
+    twin = "" if release.kind == "git" else _date_of_twin(tree)
     date = release.date or twin or store.date(release.commit)
     return replace(release, tree=tree, era=era.detect(store, tree), date=date)
 
 
-def _date_of_twin(store: Store, tree: str) -> str:
+def _date_of_twin(tree: str) -> str:
     """Return the date of a pinned release with the same tree: an unpacked copy has no other."""
     dates = (r.date for r in lockfile.known().values() if r.tree == tree)
     return next(dates, "")
