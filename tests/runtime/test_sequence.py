@@ -11,7 +11,7 @@ import pytest
 import runtime_kit as kit
 from fakes.simulated import ALL
 
-from pyllamakv.binding.protocol import Capability, MemoryType
+from pyllamakv.binding.protocol import Capability, MemoryType, Pooling
 from pyllamakv.errors import (
     ArgumentTypeError,
     Closed,
@@ -21,6 +21,7 @@ from pyllamakv.errors import (
     UsageError,
     WorkerDied,
 )
+from pyllamakv.runtime.sequence import shift_refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -249,6 +250,14 @@ def test_a_type_that_cannot_shift_is_named(tmp_path: Path, kind: str) -> None:
     for move in (lambda: a.shift(None, None, 1), lambda: a.divide(None, None, 2)):
         with pytest.raises(Unsupported, match=f"rotate keys of type {kind}; .*type_k='f16'"):
             move()
+
+
+def test_pooling_is_a_reason_for_a_memory_without_shifts(tmp_path: Path) -> None:
+    """Some releases cannot shift with means, whatever the keys of the model are."""
+    ctx = kit.context(tmp_path, {"can_shift": False})
+    pooled = replace(ctx.info, pooling=Pooling.MEAN)
+    assert "pooling='mean', for which another" in shift_refusal(ctx.model, ctx.params, pooled)
+    assert "pooling" not in shift_refusal(ctx.model, ctx.params, ctx.info)
 
 
 def test_closed_sequence_frees_its_cells_and_refuses_use(tmp_path: Path) -> None:
