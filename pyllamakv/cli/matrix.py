@@ -58,9 +58,12 @@ Merge = Annotated[
 ]
 Expected = Annotated[
     Path | None,
-    typer.Option("--expected", help="Accepted verdicts; default: shipped and local file."),
+    typer.Option("--expected", help="Accepted verdicts; default: those of the series."),
 ]
-Branch = Annotated[str, typer.Option("--branch", help="Name of a release's branch; empty: none.")]
+Branch = Annotated[
+    str | None,
+    typer.Option("--branch", help="Name of a release's branch; empty: none."),
+]
 ReportFolder = Annotated[
     Path | None, typer.Option("--report", help="Write watch.md and watch.html there.")
 ]
@@ -133,6 +136,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Verify releases; exits 1 if a verdict is worse than accepted."""
+    from pyllamakv.verification import expected as accepting
     from pyllamakv.verification import matrix
 
     specs = matrix.plan(
@@ -140,8 +144,8 @@ def run(
             names, era, backend, patches, series, isolate, each, scenario, portable, sample, quick
         )
     )
-    expected = _accepted(expected, patches)
-    wanted = views.ReportOptions(expected, html, junit, github, as_json, verbose=verbose)
+    accepted = accepting.load(expected, patches)
+    wanted = views.ReportOptions(accepted, html, junit, github, as_json, verbose=verbose)
     _verify(specs, fresh, scheduler, wanted)
 
 
@@ -160,9 +164,11 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show the last results; run nothing."""
+    from pyllamakv.verification import expected as accepting
+
     results, specs = _last_results(None, names, era, backend, patches, series, isolate, each)
-    expected = _accepted(expected, patches)
-    wanted = views.ReportOptions(expected, as_json=as_json, verbose=verbose)
+    accepted = accepting.load(expected, patches)
+    wanted = views.ReportOptions(accepted, as_json=as_json, verbose=verbose)
     views.write_reports(results, wanted)
     views.missing(specs, results)
 
@@ -189,6 +195,7 @@ def report(
 
     Without an option, an HTML report is written to the data directory.
     """
+    from pyllamakv.verification import expected as accepting
     from pyllamakv.verification import matrix_reports
 
     results, specs = _last_results(merge, names, era, backend, patches, series, isolate, each)
@@ -198,10 +205,10 @@ def report(
         raise UsageError(msg)
     if markdown:
         sys.stdout.write(matrix_reports.markdown(results))
-    expected = _accepted(expected, patches)
-    asked = views.ReportOptions(expected, html, junit, github, as_json, quiet=True)
+    accepted = accepting.load(expected, patches)
+    asked = views.ReportOptions(accepted, html, junit, github, as_json, quiet=True)
     if not (html or junit or github or as_json or markdown):
-        asked = views.ReportOptions(expected, views.default_page(), quiet=True)
+        asked = views.ReportOptions(accepted, views.default_page(), quiet=True)
     views.write_reports(results, asked)
 
 
@@ -217,7 +224,7 @@ def watch(
         bool, typer.Option("--unpinned", help="Also verify older unpinned versions.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list new versions.")] = False,
-    branch: Branch = "watch/{release}",
+    branch: Branch = None,
     report: ReportFolder = None,
     scheduler: Scheduler = "",
     expected: Expected = None,
@@ -228,26 +235,34 @@ def watch(
     """Verify new versions of the package indexes, and write branches for review.
 
     New versions, and new commits of pinned git references, are added to the lock of the data
-    directory. Each release with a good verdict gets a branch with its ports and verdict; the others
-    are reported with their conflicts. With RELEASE, only these are followed. An interrupted watch
-    is continued, also if no index answers. Exit status 1: a verdict is bad; 4: no index answers.
+    directory. Each release with a good verdict gets a branch with its ports and verdict,
+    watch/RELEASE by default, if the series is in a git checkout; the others are reported with their
+    conflicts. With RELEASE, only these are followed. An interrupted watch is continued, also if no
+    index answers. Exit status 1: a verdict is bad; 4: no index answers.
     """
     from pyllamakv.cli import progress_bar
     from pyllamakv.patching import port_choice
-    from pyllamakv.verification import matrix, release_watch
+    from pyllamakv.verification import expected as accepting
+    from pyllamakv.verification import matrix, release_watch, review_branch
 
     def which(chosen: Sequence[str]) -> MatrixSelection:
         return _choice(chosen, None, backend, patches, scenario=scenario, quick=quick)
 
     with contextlib.nullcontext() if dry_run else release_watch.only_one():
-        expected = _accepted(expected, patches)
+        accepted = accepting.load(expected, patches)
         wanted, warnings, unread = _versions(names, which, unpinned, dry_run, as_json)
         if dry_run:
             raise typer.Exit(unread.exit_code if unread else 0)
+        if branch is None and wanted and review_branch.root_of(patches) is None:
+            branch = ""
+            what = f"{patches} is no directory with series.toml" if patches else "pyllamakv is not"
+            warnings = (*warnings, f"no branches for review: {what} in a git checkout")
+            note(f"warning: {warnings[-1]}")
         lock = port_choice.lock_of(patches)
         with progress_bar.progress() as progress:
             # Without a release, no branch is written, and the command runs anywhere.
-            following = release_watch.ReleaseWatch(branch if wanted else "", patches, progress)
+            template = "watch/{release}" if branch is None else branch
+            following = release_watch.ReleaseWatch(template if wanted else "", patches, progress)
             chosen = []
             for version in wanted:
                 try:
@@ -266,8 +281,8 @@ def watch(
                     results = _results(specs, False, scheduler, progress, following.take)
             finally:
                 if report:
-                    views.write_watch(following.followed, warnings, report, expected)
-        options = views.ReportOptions(expected, None, junit, github, as_json and bool(wanted))
+                    views.write_watch(following.followed, warnings, report, accepted)
+        options = views.ReportOptions(accepted, None, junit, github, as_json and bool(wanted))
         worse = views.write_reports(results, options, following.followed, warnings)
     ended = unread or following.error
     if ended:  # was printed as a warning, or with its release
@@ -329,15 +344,17 @@ def accept(
     as_json: Json = False,
 ) -> None:
     """Write the last verdicts to the file of accepted verdicts."""
-    from pyllamakv.source import verified
     from pyllamakv.verification import expected as accepting
 
+    path = expected or accepting.file_of(patches)
+    if path is None:
+        msg = f"no file is beside the commits {patches}: name the one to write with --expected"
+        raise UsageError(msg)
     found, specs = _last_results(merge, names, era, backend, patches, series, isolate, each)
     results = [result for result in found if stale or not result.stale]
     if not results:
         msg = "there are no results for these inputs; run `pyllamakv matrix run`"
         raise UsageError(msg)
-    path = _accepted(expected, patches) or verified.local_file()
     changed = accepting.accept(results, path)
     views.accepted(changed, path, as_json)
     views.missing(specs, results)
@@ -418,16 +435,6 @@ def _step(result: CellResult) -> BisectStep:
     from pyllamakv.verification.bisect import BisectStep
 
     return BisectStep(result.spec.release, result.verdict, result.reason)
-
-
-def _accepted(expected: Path | None, patches: str) -> Path | None:
-    """Return the file of accepted verdicts: that of the series, if it is a directory."""
-    if expected or not patches:
-        return expected
-    if Path(patches).is_dir():
-        return Path(patches) / "expected.toml"
-    msg = f"{patches} is not a directory: name the file of accepted verdicts with --expected"
-    raise UsageError(msg)
 
 
 def _last_results(

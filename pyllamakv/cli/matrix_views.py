@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
     from pyllamakv.source.watch import NewVersions
     from pyllamakv.verification.cell import CellResult, CellSpec
-    from pyllamakv.verification.expected import Comparison
+    from pyllamakv.verification.expected import Comparison, Table
     from pyllamakv.verification.release_watch import FollowedRelease
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """The requested reports of results, and the verdicts to compare with."""
+    """The requested reports of results, and the accepted verdicts to compare with."""
 
-    expected: Path | None = None
+    accepted: Table
     html: Path | None = None
     junit: Path | None = None
     github: bool = False
@@ -46,7 +46,7 @@ def write_reports(
     from pyllamakv.verification import expected, matrix_reports
     from pyllamakv.view import page
 
-    compared = expected.compare(results, expected.load(wanted.expected))
+    compared = expected.compare(results, wanted.accepted)
     if wanted.html:
         write_text_atomic(wanted.html, page.render(results, compared))
         note(f"report: {wanted.html}")
@@ -84,16 +84,15 @@ def write_watch(
     followed: Sequence[FollowedRelease],
     warnings: Sequence[str],
     folder: Path,
-    expected: Path | None,
+    accepted: Table,
 ) -> None:
-    """Write the report of a watch as Markdown and HTML; ``expected`` as in `ReportOptions`."""
+    """Write the report of a watch as Markdown and HTML; ``accepted`` as in `ReportOptions`."""
     from pyllamakv.source.files import write_text_atomic
-    from pyllamakv.verification import expected as accepting
-    from pyllamakv.verification import watch_report
+    from pyllamakv.verification import expected, watch_report
     from pyllamakv.view import page
 
     results = [result for each in followed for result in each.results]
-    compared = accepting.compare(results, accepting.load(expected))
+    compared = expected.compare(results, accepted)
     write_text_atomic(folder / "watch.md", watch_report.markdown(followed, compared, warnings))
     write_text_atomic(folder / "watch.html", page.render(results, compared, followed, warnings))
     note(f"report: {folder / 'watch.md'}, {folder / 'watch.html'}")

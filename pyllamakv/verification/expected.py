@@ -14,6 +14,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from pyllamakv.errors import UsageError
+from pyllamakv.patching import foreign_series
 from pyllamakv.source import verified
 from pyllamakv.source.files import write_text_atomic
 from pyllamakv.verification.cell import CellResult, CellSpec
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Outcome = Literal["same", "new", "changed", "better", "worse"]
 
 _SCHEMA = 1
+_NAME = "expected.toml"
 _HEAD = (
     "What is accepted, per release and backend; anything worse is a regression. Written by\n"
     "`pyllamakv matrix accept`; comments are kept. `bad` names the scenarios that are accepted as\n"
@@ -81,8 +83,29 @@ def rank(verdict: str) -> int:
     return _RANK[Verdict(verdict)]
 
 
-def load(path: Path | None = None) -> Table:
-    """Return the accepted verdicts by cell; by default, local entries override shipped ones."""
+def file_of(patches: str) -> Path | None:
+    """Return the file that accepting the verdicts of a series writes; it may not exist yet.
+
+    It is in the directory of another series than the shipped one, or beside its file. Commits of a
+    repository have none: nothing of it is changed.
+    """
+    if not patches:
+        return verified.local_file()
+    if patches.startswith(foreign_series.GIT):
+        return None
+    place = Path(patches)
+    return place / _NAME if place.is_dir() else place.with_name(f"{place.name}.{_NAME}")
+
+
+def load(path: Path | None = None, patches: str = "") -> Table:
+    """Return the accepted verdicts by cell, of a file or of a series (default: the shipped one).
+
+    Of the shipped series, local entries override shipped ones. Nothing is accepted without a file.
+    """
+    if path is None and patches:
+        path = file_of(patches)
+        if path is None:
+            return {}
     if path is not None:
         return _read(path)
     return {

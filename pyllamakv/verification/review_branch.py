@@ -76,7 +76,7 @@ def repository(patches: str = "") -> Checkout:
     architectures have changes that are not committed: these would be verified, and not be in the
     branch.
     """
-    root = _root_of(Path(patches)) if patches else home.checkout()
+    root = root_of(patches)
     if root is None or git_command.run(root, "rev-parse", "-q", "--verify", "HEAD").returncode:
         what = f"of {patches}, with its series.toml" if patches else "of pyllamakv"
         msg = (
@@ -96,7 +96,11 @@ def repository(patches: str = "") -> Checkout:
     return found
 
 
-def _root_of(folder: Path) -> Path | None:
+def root_of(patches: str = "") -> Path | None:
+    """Return the root of the checkout that contains a series with ``series.toml``, if any."""
+    folder = Path(patches)
+    if not patches:
+        return home.checkout()
     if not (folder / "series.toml").is_file():
         return None
     return next((place for place in (folder, *folder.parents) if (place / ".git").exists()), None)

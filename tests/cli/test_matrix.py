@@ -12,6 +12,7 @@ import pytest
 from fakes import cell_results
 from fakes.cell_results import result
 
+from pyllamakv import home
 from pyllamakv.cli import main
 from pyllamakv.errors import BranchRefused, FetchError, Locked, UsageError
 from pyllamakv.patching import conflict_report
@@ -21,6 +22,7 @@ from pyllamakv.source.releases import Release
 from pyllamakv.source.watch import NewVersion, NewVersions
 from pyllamakv.verification import (
     cell,
+    expected,
     matrix,
     matrix_reports,
     release_watch,
@@ -312,8 +314,8 @@ def test_watch_writes_a_report(run: Run, monkeypatch, tmp_path: Path) -> None:
     assert followed["b11549"]["conflicts"][0]["conflicts"][0]["hunk"] == 4
     text, page = ((tmp_path / "to" / f"watch.{end}").read_text() for end in ("md", "html"))
     for written in (text, page):
-        for expected in ("watch/0.3.38", "the archive is cut off", "npm: no answer", "mine;"):
-            assert expected in written
+        for wanted in ("watch/0.3.38", "the archive is cut off", "npm: no answer", "mine;"):
+            assert wanted in written
         assert "src/a.cpp, hunk 4 in find, line 120: changed between 0.3.36 and b11549" in written
     assert "new &lt;`` ``` lines;" in page and "new <`` ``` lines;" in text
     assert "report: " in err
@@ -357,6 +359,55 @@ def test_watch_outside_of_a_checkout_fetches_nothing(run: Run, monkeypatch) -> N
     assert run("matrix", "watch")[0] == 2
     assert not added
     assert run("matrix", "watch", "--branch", "")[0] == 0
+
+
+def test_watch_without_a_checkout_verifies_and_names_the_missing_branches(
+    run: Run, monkeypatch, tmp_path: Path
+) -> None:
+    """Only a branch that is requested by name is an error there."""
+    offer(monkeypatch, (), (), ())
+    monkeypatch.setattr(home, "checkout", lambda: None)
+    code, out, err = run("matrix", "watch", "0.3.9", "--report", str(tmp_path))
+    assert (code, "branch watch" in out) == (0, False)
+    assert "warning: no branches for review: pyllamakv is not in a git checkout" in err
+    assert "Warning: no branches for review" in (tmp_path / "watch.md").read_text()
+    monkeypatch.undo()
+    (tmp_path / "mine.patch").write_bytes(b"")
+    assert review_branch.root_of(str(tmp_path / "mine.patch")) is None
+    with pytest.raises(UsageError, match=r"requires a git checkout of .*mine\.patch"):
+        review_branch.repository(str(tmp_path / "mine.patch"))
+
+
+@pytest.mark.parametrize(
+    ("patches", "place"),
+    [
+        ("queue", "queue/expected.toml"),
+        ("mine.patch", "mine.patch.expected.toml"),
+        ("git:queue@main", ""),
+    ],
+)
+def test_verdicts_of_any_series_are_compared_without_an_option(
+    run: Run, monkeypatch, tmp_path: Path, patches: str, place: str
+) -> None:
+    """They are accepted beside the series; without a file, a good verdict is expected."""
+    offer(monkeypatch, (), (), ())
+    monkeypatch.setattr(release_watch.port_choice, "lock_of", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "queue").mkdir()
+    (tmp_path / "mine.patch").write_bytes(b"")
+    # The verdict of the shipped series is not that of another one.
+    shipped = replace(cell_results.result("0.3.6"), spec=CellSpec("0.3.6"), verdict="harmful")
+    expected.accept([shipped])
+    chosen = ("0.3.6", "--patches", patches)
+    for verb in ("run", "show", "watch"):
+        code, out, err = run("matrix", verb, *chosen)
+        assert (code, "0.3.6" in out) == (0 if verb == "show" else 1, True), err
+        assert "worse: expected a good verdict, found ineffective" in out
+    code, _, err = run("matrix", "accept", *chosen)
+    assert (code, "--expected" in err) == ((0, False) if place else (2, True))
+    if place:
+        assert (tmp_path / place).is_file()
+        assert run("matrix", "run", *chosen)[0] == 0
 
 
 def test_second_concurrent_watch_is_refused(run: Run, monkeypatch) -> None:
