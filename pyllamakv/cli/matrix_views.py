@@ -69,9 +69,12 @@ def write_reports(
 
 
 def _followed(found: FollowedRelease) -> Iterable[str]:
-    """Yield the branch of a release, and what requires manual work."""
+    """Yield the branch of a release, the patches to drop, and what requires manual work."""
     if found.branch:
         yield f"{found.name}: branch {found.branch.name}"
+    yield from (
+        f"{found.name}: {patch.id} is contained: {patch.reason}" for patch in found.contained
+    )
     for patch in found.conflicts:
         places = [str(conflict) for conflict in patch.conflicts] or [patch.reason]
         more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""

@@ -140,6 +140,18 @@ def status(
     return tuple(found)
 
 
+def contained(
+    release: Release,
+    series: Series,
+    *,
+    store: Store | None = None,
+    progress: Progress | None = None,
+) -> tuple[PatchStatus, ...]:
+    """Return the patches that a release contains, each with the advice to drop it as its reason."""
+    rows = status([release], series=series, store=store, progress=progress)
+    return tuple(one for one in rows if one.state == "contained")
+
+
 def of_release(
     release: Release, series: Series, store: Store, progress: Progress | None = None
 ) -> tuple[PatchStatus, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyllamakv.errors import BranchRefused, KvError, Locked, UsageError
 from pyllamakv.home import home
-from pyllamakv.patching import conflict_report, port_choice
+from pyllamakv.patching import conflict_report, port_choice, status
 from pyllamakv.source import fetch, lockfile, spec_resolver
 from pyllamakv.source.files import locked, write_text_atomic
 from pyllamakv.source.releases import ARCHIVE_KINDS
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from pyllamakv.patching.conflict_report import UncarriedPatch
+    from pyllamakv.patching.status import PatchStatus
     from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
     from pyllamakv.verification.cell import CellResult, CellSpec
@@ -41,8 +42,9 @@ class FollowedRelease:
     """What a watch did with a release.
 
     ``name`` is the version that an index offers if the release could not be fetched. ``conflicts``
-    are the patches that require manual work. ``branch`` is None if a verdict is not good, without
-    changes to review, or if no branch was requested. ``error`` ended the work on this release.
+    are the patches that require manual work, and ``contained`` those to drop. ``branch`` is None if
+    a verdict is not good, without changes to review, or if no branch was requested. ``error`` ended
+    the work on this release.
     """
 
     name: str
@@ -50,12 +52,14 @@ class FollowedRelease:
     conflicts: tuple[UncarriedPatch, ...] = ()
     branch: ReviewBranch | None = None
     error: KvError | None = None
+    contained: tuple[PatchStatus, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for ``--json``; the results are among the cells."""
         return {
             "release": self.name,
             "conflicts": [each.as_json() for each in self.conflicts],
+            "contained": [{"id": each.id, "reason": each.reason} for each in self.contained],
             "branch": self.branch.as_json() if self.branch else None,
             "error": str(self.error) if self.error else None,
         }
@@ -144,10 +148,14 @@ class ReleaseWatch:
 
     def _finish(self, release: Release, results: tuple[CellResult, ...]) -> FollowedRelease:
         conflicts: tuple[UncarriedPatch, ...] = ()
+        contained: tuple[PatchStatus, ...] = ()
         made: ReviewBranch | None = None
+        error: KvError | None = None
         try:
+            series = port_choice.load_series(self._patches)
+            if any(result.skipped for result in results):
+                contained = status.contained(release, series, progress=self._progress)
             if any(result.verdict == Verdict.BROKEN_APPLY for result in results):
-                series = port_choice.load_series(self._patches)
                 conflicts = conflict_report.of_release(
                     release, series=series, progress=self._progress
                 )
@@ -156,15 +164,12 @@ class ReleaseWatch:
                 made = review_branch.write(
                     self._checkout, name, release, results, progress=self._progress
                 )
-        except BranchRefused as error:
-            # The release is under review.
+        except KvError as problem:
+            error = problem
+        # With a branch that must not be replaced, the release is under review.
+        if isinstance(error, BranchRefused) or (not error and not any(map(_is_open, results))):
             _mark(release).unlink(missing_ok=True)
-            return FollowedRelease(release.name, results, conflicts, made, error)
-        except KvError as error:
-            return FollowedRelease(release.name, results, conflicts, made, error)
-        if not any(map(_is_open, results)):
-            _mark(release).unlink(missing_ok=True)
-        return FollowedRelease(release.name, results, conflicts, made)
+        return FollowedRelease(release.name, results, conflicts, made, error, contained)
 
 
 def obtain(name: str, lock: Path | None = None, progress: Progress | None = None) -> Release:

@@ -40,10 +40,12 @@ def markdown(
         if carried:
             names = ", ".join(f"{id_} from {base}" for id_, base in carried.items())
             lines += [f"Carried: {names}.", ""]
+        for patch in each.contained:
+            lines += [f"### {_text(patch.id)} is contained", "", f"{_text(patch.reason)}.", ""]
         if each.name in worse and not each.conflicts:
             lines += [_text(worse[each.name]), ""]
-        for patch in each.conflicts:
-            lines += _patch(patch)
+        for conflicting in each.conflicts:
+            lines += _patch(conflicting)
         if each.error:
             lines += [f"Not completed: {_text(str(each.error))}", ""]
     return "\n".join(lines).rstrip("\n") + "\n"

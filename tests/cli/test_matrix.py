@@ -15,7 +15,7 @@ from fakes.cell_results import result
 from pyllamakv import home
 from pyllamakv.cli import main
 from pyllamakv.errors import BranchRefused, FetchError, Locked, UsageError
-from pyllamakv.patching import conflict_report
+from pyllamakv.patching import conflict_report, status
 from pyllamakv.patching.conflict_report import HunkConflict, UncarriedPatch
 from pyllamakv.source import fetch, lockfile, verified, watch
 from pyllamakv.source.releases import Release
@@ -57,6 +57,7 @@ def run(monkeypatch, tmp_path: Path, capsys) -> Run:
     monkeypatch.setattr(review_branch, "check_free", lambda root, name: "")
     monkeypatch.setattr(review_branch, "write", branch_of)
     monkeypatch.setattr(conflict_report, "of_release", lambda release, **_: (UNCARRIED,))
+    monkeypatch.setattr(status, "contained", lambda release, *_, **__: ())
 
     def call(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()

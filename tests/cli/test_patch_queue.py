@@ -134,7 +134,9 @@ def test_patch_queue_is_rebased_onto_a_new_remote_commit(
     branch = f"watch/git-{commit[:12]}"
     assert f"branch {branch}" in out
     assert "needed" in git(queue, "show", f"{branch}:expected.toml")
-    assert upstream in (tmp_path / "report" / "watch.md").read_text()
+    report = (tmp_path / "report" / "watch.md").read_text()
+    assert "### mine-1 is contained" in report
+    assert f"drop it for this release; it is in {commit[:12]} (upstream: fix one" in report
 
     fill(tmp_path / "llama.cpp", {"src/three.cpp": code("three", "new(a);")})
     git(tmp_path / "llama.cpp", "commit", "-q", "-a", "-m", "upstream: change three")

@@ -9,8 +9,9 @@ import pytest
 from fakes import cell_results
 
 from pyllamakv.errors import BranchRefused, GitError, KvError, Locked, UsageError
-from pyllamakv.patching import conflict_report
+from pyllamakv.patching import conflict_report, status
 from pyllamakv.patching.conflict_report import UncarriedPatch
+from pyllamakv.patching.status import PatchStatus
 from pyllamakv.source import lockfile
 from pyllamakv.source.releases import Release
 from pyllamakv.verification import release_watch, result_cache, review_branch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 RELEASE = Release("b2", "xllamacpp", "1" * 40, "2" * 40, "streams", "2026-11-01T00:00:00Z")
 SPEC = CellSpec("b2")
+CONTAINED = PatchStatus("b2", "fix", "contained", reason="drop it; it is in 123456 (fix it)")
 BOTH = (SPEC, CellSpec("b2", backend="cuda"))
 
 
@@ -41,6 +43,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(review_branch, "check_free", lambda root, name: "")
     monkeypatch.setattr(review_branch, "write", write)
     monkeypatch.setattr(result_cache, "latest_result", lambda spec: cell_results.result("b2"))
+    monkeypatch.setattr(status, "contained", lambda release, *_, **__: (CONTAINED,))
     return found
 
 
@@ -62,6 +65,8 @@ def test_branch_is_written_after_the_last_result(written: list[Any]) -> None:
     watch.take(results[1])
     (found,) = watch.followed
     assert found.branch and found.branch.name == "watch/b2"
+    assert found.contained == (CONTAINED,)
+    assert found.as_json()["contained"] == [{"id": "fix", "reason": CONTAINED.reason}]
     assert written == [results]
     assert release_watch.pending(BOTH) == []
 

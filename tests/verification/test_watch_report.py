@@ -6,6 +6,7 @@ from fakes import cell_results
 
 from pyllamakv.errors import BranchRefused
 from pyllamakv.patching.conflict_report import HunkConflict, UncarriedPatch
+from pyllamakv.patching.status import PatchStatus
 from pyllamakv.verification import expected, watch_report
 from pyllamakv.verification.release_watch import FollowedRelease
 from pyllamakv.verification.review_branch import ReviewBranch
@@ -75,6 +76,13 @@ release:
     assert wanted in text
     assert f"    ({42 - watch_report.SHOWN_LINES} more lines)\n" in text
     assert text.endswith("### next requires manual work\n\nrequires fix.\n")
+
+
+def test_report_names_contained_patches_with_the_advice() -> None:
+    """The advice to drop a patch has the commit that contains it; also with a good verdict."""
+    patch = PatchStatus("b2", "fix", "contained", reason="b2 has it: drop it; it is in 12 (<a>)")
+    text = report(FollowedRelease("b2", (cell_results.result("b2"),), contained=(patch,)))
+    assert text.endswith("### fix is contained\n\nb2 has it: drop it; it is in 12 (\\<a\\>).\n")
 
 
 def test_report_of_a_failed_release_has_the_reason() -> None:

@@ -11,6 +11,7 @@ from fakes.cell_results import failing, result, row
 
 from pyllamakv.errors import UsageError
 from pyllamakv.patching.conflict_report import HunkConflict, UncarriedPatch
+from pyllamakv.patching.status import PatchStatus
 from pyllamakv.verification.cell import FailedRun
 from pyllamakv.verification.expected import Accepted, compare
 from pyllamakv.verification.release_watch import FollowedRelease
@@ -174,9 +175,10 @@ def test_page_shows_branches_and_conflicts_of_a_watch() -> None:
         UncarriedPatch("fix", "manual", "0.3.36", "a conflict", (conflict,)),
         UncarriedPatch("next", "blocked", "", "requires <fix>"),
     )
+    contained = PatchStatus("b2", "first", "contained", reason="drop <it>")
     branch = ReviewBranch("watch/b3", "1" * 40, ("patches/<x>",), ("look at <it>",))
     followed = (
-        FollowedRelease("b2", RESULTS[:1], patches),
+        FollowedRelease("b2", RESULTS[:1], patches, contained=(contained,)),
         FollowedRelease("b3", branch=branch, error=UsageError("<b>no</b>")),
     )
     text = page.render(RESULTS[:1], compare(RESULTS[:1], {}), followed, ("npm: <no> answer",))
@@ -188,6 +190,7 @@ def test_page_shows_branches_and_conflicts_of_a_watch() -> None:
         "<pre>&lt;new&gt;</pre>",
         "<pre>mine</pre>",
         "requires &lt;fix&gt;",
+        "<b>first</b> is contained: drop &lt;it&gt;",
         "<code>watch/b3</code>, which changes patches/&lt;x&gt;",
         "Note: look at &lt;it&gt;",
         "Not completed: &lt;b&gt;no&lt;/b&gt;",
