@@ -286,7 +286,7 @@ def _quilt(path: Path, strip: int) -> list[tuple[str, int]]:
             f"{path} is not a list of patches: it contains zero bytes", str(path)
         )
     lines = (line.split("#", 1)[0].split() for line in listing.splitlines())
-    names = [(words[0], _strip(words[1:], strip)) for words in lines if words]
+    names = [(words[0], _strip(path, words[1:], strip)) for words in lines if words]
     for name in (PurePosixPath(text) for text, _ in names):
         if name.is_absolute() or ".." in name.parts:
             msg = f"{path} lists {name}, outside of its directory; list files in it"
@@ -294,9 +294,18 @@ def _quilt(path: Path, strip: int) -> list[tuple[str, int]]:
     return names
 
 
-def _strip(options: Sequence[str], default: int) -> int:
-    found = (re.fullmatch(r"-p([0-9])", option) for option in options)
-    return next((int(match[1]) for match in found if match), default)
+def _strip(path: Path, options: Sequence[str], default: int) -> int:
+    """Return the number of ``-pN`` in a line of `series`; ``-pab`` is quilt's name of 1."""
+    if not options:
+        return default
+    match = re.fullmatch(r"-p(?:([0-9])|ab)", " ".join(options))
+    if match is None:
+        msg = (
+            f"{path}: only -pN is read after a name, not {' '.join(options)}; write a reversed "
+            "patch (-R) as a patch of its own"
+        )
+        raise PatchFormatError(msg, str(path))
+    return int(match[1] or 1)
 
 
 def _distinct(ports: list[Port]) -> tuple[Definition, ...]:

@@ -197,19 +197,26 @@ class Patch:
         return replace(self, files=tuple(files))
 
     def stripped(self, count: int) -> Patch:
-        """Return the patch for paths without their first directories, as with ``-pN``.
+        """Return the patch for paths without directories after the first one, as with ``-pN``.
 
-        Raises PatchFormatError for a path with fewer directories.
+        Paths that `diff -ru` and quilt wrote are counted as they are written. Raises
+        PatchFormatError for a path with fewer directories.
         """
         if count <= 0:
             return self
 
         def path(file: FilePatch, name: str | None) -> str | None:
-            parts = name.split("/") if name else []
-            if name and len(parts) <= count:
+            if name is None:
+                return None
+            written = [each for each in file.names if each != _NOTHING]
+            parts = written[-1].split("/")[1:] if written else name.split("/")
+            if len(parts) <= count:
                 msg = f"{name} has no {count} directories to strip"
                 raise PatchFormatError(msg, name, file.line)
-            return "/".join(parts[count:]) or None
+            if _leaves(parts[count:]):
+                msg = f"the path {written[-1]!r} leaves the tree; a patch may touch its files only."
+                raise PatchFormatError(msg, name, file.line)
+            return "/".join(parts[count:])
 
         files = (replace(f, old=path(f, f.old), new=path(f, f.new)) for f in self.files)
         return replace(self, files=tuple(files))
@@ -650,10 +657,14 @@ def _decoded(text: bytes) -> str:
     return text.decode("utf-8", "surrogateescape")
 
 
+def _leaves(parts: Sequence[str]) -> bool:
+    """Return whether a path, by its parts, may be of a file outside of the tree."""
+    return any(part.lower() in ("", ".", "..", ".git") for part in parts)
+
+
 def _checked(reader: _PatchReader, path: str, line: int = 0) -> str:
     """Return a path of a file in the tree; ``line`` is its place, by default the present one."""
-    parts = path.split("/")
-    if "\0" in path or any(part.lower() in ("", ".", "..", ".git") for part in parts):
+    if "\0" in path or _leaves(path.split("/")):
         raise reader.wrong(
             f"the path {path!r} leaves the tree; a patch may touch its files only.", line
         )

@@ -234,6 +234,49 @@ def test_strip_level_removes_leading_directories(tmp_path: Path) -> None:
         foreign_series.load(tmp_path / "deep.patch", strip=5)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "option"),
+    [
+        ("work/llama.cpp-b1.orig/src/a.cpp", "work/llama.cpp-b1/src/a.cpp", "-p2"),
+        ("x/y/src/a.cpp", "x/y/src/a.cpp", "-p2"),
+        ("a/llama.cpp/src/a.cpp", "b/llama.cpp/src/a.cpp", "-p2"),
+        ("/dev/null", "b/llama.cpp/src/a.cpp", "-p2"),
+        ("a/llama.cpp/src/a.cpp", "/dev/null", "-p2"),
+        ("src/a.cpp.orig", "src/a.cpp", "-p0"),
+        ("a/src/a.cpp", "b/src/a.cpp", "-pab"),
+    ],
+)
+def test_strip_level_counts_the_directories_that_diff_wrote(
+    tmp_path: Path, old: str, new: str, option: str
+) -> None:
+    """The directories that were compared are among those to strip."""
+    ranges = {"/dev/null": "-0,0 +1"}.get(old, {"/dev/null": "-1 +0,0"}.get(new, "-1 +1"))
+    lines = ("" if ranges == "-0,0 +1" else "-1;\n") + ("" if ranges == "-1 +0,0" else "+2;\n")
+    (tmp_path / "x.patch").write_text(f"--- {old}\n+++ {new}\n@@ {ranges} @@\n{lines}")
+    (tmp_path / "series").write_text(f"x.patch {option}\n")
+    (patch,) = foreign_series.load(tmp_path)
+    assert patch.ports[0].patch.paths == ("src/a.cpp",)
+
+
+@pytest.mark.parametrize("option", ["-R", "-p1 -R", "-p 2", "-p12"])
+def test_other_options_of_a_quilt_series_are_refused(tmp_path: Path, option: str) -> None:
+    """A patch that quilt applies in reverse must not be applied forward."""
+    (tmp_path / "x.patch").write_bytes(ONE)
+    (tmp_path / "series").write_text(f"x.patch {option}\n")
+    with pytest.raises(PatchFormatError, match=f"not {option}; write a reversed"):
+        foreign_series.load(tmp_path)
+
+
+def test_stripped_path_stays_in_the_tree(tmp_path: Path) -> None:
+    """The names of plain output of diff are checked as they are written."""
+    file = tmp_path / "x.patch"
+    file.write_text("--- w/x/../b/src/a.c\n+++ w/x/../c/src/a.c\n@@ -1 +1 @@\n-1;\n+2;\n")
+    with pytest.raises(PatchFormatError, match="leaves the tree"):
+        foreign_series.load(file, strip=2)
+    (patch,) = foreign_series.load(file, strip=4)
+    assert patch.ports[0].patch.paths == ("src/a.c",)
+
+
 def test_files_that_are_no_patches_are_named_one_by_one(
     bench: SeriesSandbox, tmp_path: Path
 ) -> None:
