@@ -180,7 +180,8 @@ def import_patch(
     for the oldest release that they apply to, and later ones through ``until``; without it,
     `patch status` reports newer ones that they do not apply to. Without ``scenarios``, a patch
     claims those that its header names. Raises PatchConflict if they do not apply to the base,
-    NoPortApplies if they apply nowhere, and UsageError for an existing id; nothing is written then.
+    NoPortApplies if they apply nowhere, and UsageError for an existing id, or for changes that the
+    series has already; nothing is written then.
     """
     store = store or open_store()
     if not _ID.fullmatch(id_):
@@ -196,10 +197,10 @@ def import_patch(
     ids = [id_] if len(ports) == 1 else [f"{id_}-{n}" for n in range(1, len(ports) + 1)]
     if title and len(ports) > 1:
         raise UsageError(f"A title is for one patch; {path} contains {len(ports)}.")
+    tried = try_releases(ports, releases, store=store, series=series, progress=progress)
     for each in ids:
         if (folder / each).exists():
             raise UsageError(f"{folder / each} exists already; choose another id.")
-    tried = try_releases(ports, releases, store=store, series=series, progress=progress)
     chosen = _base(tried, base or ports[0].base, named=base is not None, path=path)
     fitting = [trial.release for trial in tried if trial.applies and trial.release.kind != "path"]
     covered = _bounds(min(fitting, key=lambda release: release.order), until, series.lock)
@@ -309,8 +310,9 @@ def _placed(
         earlier = {port.id: port for port in plan.ports}
         if requires.keys() <= earlier.keys():
             made = apply.write(store, release, plan)
+            after = trees.StoreTree(store, made.tree)
             try:
-                moved = _applied(TreeOverlay(trees.StoreTree(store, made.tree)), ports)
+                moved = _applied(TreeOverlay(after), ports)
             except PatchConflict as error:
                 conflict = error
             else:
@@ -319,8 +321,53 @@ def _placed(
     try:
         moved = _applied(TreeOverlay(trees.StoreTree(store, tree)), ports)
     except PatchConflict as error:
+        if conflict is not None and not error.contained:
+            _check_new(ports, after, earlier, release)
         raise conflict or error from None
+    if conflict is not None:
+        _check_new(ports, after, earlier, release)
     return _ImportBase(commit, tree, tree, {}), moved
+
+
+def _check_new(
+    ports: Sequence[Port], tree: Tree, earlier: Mapping[str, Port], release: Release
+) -> None:
+    """Refuse ports that a tree contains because the patches of the series made their changes.
+
+    ``earlier`` are the ports of these patches. Raises UsageError for a second import.
+    """
+    draft = TreeOverlay(tree)
+    left = list(ports)
+    with contextlib.suppress(PatchConflict):
+        while left:
+            draft.apply(left[0].patch, left[0].name)
+            del left[0]
+    definitions = [foreign_series.definition_of(port) for port in left]
+    ids = port_choice.contained_ids(definitions, tree, release.name)
+    known = {id_: _changes(port) for id_, port in earlier.items()}
+    names = []
+    for port in left[: len(ids)]:
+        changes = _changes(port)
+        same = [id_ for id_ in known if known[id_] >= changes]
+        same = same[:1] or [id_ for id_ in known if known[id_] & changes]
+        if changes <= set().union(*(known[id_] for id_ in same)):
+            names.append(f"{port.name} (as {', '.join(same)})")
+    if names:
+        raise UsageError(
+            f"the series has the changes of {', '.join(names)} already, so nothing is imported: "
+            "import the others alone, or first remove these patches from series.toml"
+        )
+
+
+def _changes(port: Port) -> set[tuple[str, bytes]]:
+    """Return the changed lines of a port, with their signs and files."""
+    return {
+        (file.path, line)
+        for file in port.patch.files
+        for hunk in file.hunks
+        for line in hunk.lines
+        if line[:1] in (b"+", b"-")
+    }
 
 
 def _requirements(

@@ -56,15 +56,9 @@ def bench(tmp_path: Path) -> SeriesSandbox:
 def take(
     bench: SeriesSandbox, path: Path | str, id_: str = "mine", **words: object
 ) -> patch_import.Imported:
-    return patch_import.import_patch(
-        path,
-        id_,
-        list(bench.releases.values()),
-        folder=bench.folder,
-        scenarios=["some-scenario"],
-        store=bench.store,
-        **words,  # type: ignore[arg-type]
-    )
+    words = {"folder": bench.folder, "scenarios": ["some-scenario"], **words}
+    releases = list(bench.releases.values())
+    return patch_import.import_patch(path, id_, releases, store=bench.store, **words)  # type: ignore[arg-type]
 
 
 def read(path: str) -> list[Port]:
@@ -136,7 +130,8 @@ def test_each_mail_is_a_patch(bench: SeriesSandbox, tmp_path: Path) -> None:
     assert bench.store.read(patched.tree, "src/b.cpp") == THEN["src/b.cpp"]
     box = tmp_path / "both.mbox"
     box.write_bytes(b"".join(file.read_bytes() for file in sorted(folder.iterdir())))
-    assert take(bench, box, "again").ids == ("again-1", "again-2")
+    again = take(bench, box, "again", folder=tmp_path / "again")
+    assert again.ids == ("again-1", "again-2")
     with pytest.raises(UsageError, match="title is for one patch"):
         take(bench, box, "more", title="Both")
 
@@ -159,8 +154,9 @@ def test_mail_requires_the_patches_that_it_depends_on(bench: SeriesSandbox, tmp_
     (tmp_path / "two").mkdir()
     for number, (old, new) in enumerate([(NEW, THEN), (THEN, near)], 1):
         (tmp_path / "two" / f"{number}.patch").write_bytes(MAIL + diff(old, new))
-    take(bench, tmp_path / "two", "two")
-    assert series.load(bench.folder).definition("two-2").ports[0].requires == ("two-1",)
+    own = tmp_path / "own"
+    take(bench, tmp_path / "two", "two", folder=own)
+    assert series.load(own).definition("two-2").ports[0].requires == ("two-1",)
 
 
 def test_the_releases_are_those_that_it_applies_to(bench: SeriesSandbox, tmp_path: Path) -> None:
@@ -404,7 +400,7 @@ def test_scenarios_are_claimed_by_the_header_only(bench: SeriesSandbox, tmp_path
     words: dict[str, Any] = {"folder": bench.folder, "store": bench.store}
     releases = list(bench.releases.values())
     patch_import.import_patch(file, "mine", releases, **words)
-    file.write_bytes(MAIL.replace(b"---\n", b"Scenario: fragmented\n---\n", 1) + diff(OLD, NEW))
+    file.write_bytes(MAIL.replace(b"---\n", b"Scenario: fragmented\n---\n", 1) + diff(NEW, THEN))
     patch_import.import_patch(file, "other", releases, **words)
     loaded = series.load(bench.folder)
     assert loaded.definition("mine").scenarios == ()
@@ -445,12 +441,37 @@ def test_a_commit_can_be_the_base(
     (found,) = status.of_release(bench.releases[spec], loaded.including(["mine"]), bench.store)[1:]
     assert (found.state, found.port) == ("applies", done.base)
     moved = replace(pinned, name="path:/x", kind="path")
+    own = tmp_path / "own"
     with pytest.raises(UsageError, match="may change"):
         patch_import.import_patch(
-            file, "more", [moved], folder=bench.folder, base=moved.name, store=bench.store
+            file, "more", [moved], folder=own, base=moved.name, store=bench.store
         )
     with pytest.raises(UsageError, match="which may change"):
-        patch_import.import_patch(file, "more", [moved], folder=bench.folder, store=bench.store)
+        patch_import.import_patch(file, "more", [moved], folder=own, store=bench.store)
+
+
+def test_second_import_of_the_same_mails_is_refused(bench: SeriesSandbox, tmp_path: Path) -> None:
+    """The patches that the series has are named, also if a later one changes the same lines."""
+    then = NEW | {"src/a.cpp": numbered(60, l10="y"), "src/new.h": b"// new\n"}
+    for number, (old, new) in enumerate([(OLD, NEW), (NEW, then)], 1):
+        (tmp_path / f"{number}.patch").write_bytes(diff(old, new))
+    files = [tmp_path / f"{number}.patch" for number in (1, 2)]
+    box = tmp_path / "all.mbox"
+    mails = [MAIL + file.read_bytes() + b"-- \n2.39\n\n" for file in files]
+    box.write_bytes(b"".join(mails))
+    take(bench, box)
+    order = series.load(bench.folder).order
+    for id_ in ("mine", "other"):
+        with pytest.raises(
+            UsageError, match=r"has the changes of .*\(as mine-1\), .*\(as mine-2\)"
+        ):
+            take(bench, box, id_)
+    with pytest.raises(UsageError, match=r"of 2 \(as mine-2\) already, so nothing"):
+        take(bench, files[1], "other")
+    assert series.load(bench.folder).order == order
+    # The same lines at another place are another change.
+    files[0].write_bytes(diff(then, then | {"src/a.cpp": numbered(60, l10="y", l50="y")}))
+    take(bench, files[0], "other")
 
 
 def test_refused_import_writes_nothing(bench: SeriesSandbox, tmp_path: Path) -> None:
