@@ -384,8 +384,9 @@ def find_change(
 ) -> None:
     """Find the first release between GOOD and BAD with another verdict than GOOD.
 
-    Untestable releases are skipped. BAD may be older than GOOD. Exit status: 0 found, 2 both have
-    the same verdict, 125 GOOD or BAD is untestable.
+    Both may be commits of a local repository: git:DIR@REF. Untestable releases are skipped. BAD may
+    be older than GOOD. Exit status: 0 found, 2 both have the same verdict, 125 GOOD or BAD is
+    untestable.
     """
     from pyllamakv.building import backend as backends
     from pyllamakv.cli import progress_bar
@@ -396,7 +397,11 @@ def find_change(
     from pyllamakv.verification.cell import CellSpec
 
     lock = port_choice.lock_of(patches)
-    good, bad = (spec_resolver.resolve(name, lock).name for name in (good, bad))
+    ends = [spec_resolver.resolve(name, lock) for name in (good, bad)]
+    good, bad = (release.name for release in ends)
+    chain = [name for name, each in lockfile.known().items() if each.kind in ARCHIVE_KINDS]
+    if any(release.kind not in ARCHIVE_KINDS for release in ends):
+        chain = spec_resolver.history(*ends)
 
     def spec(release: str) -> CellSpec:
         names = (scenario,) if scenario else ()
@@ -410,6 +415,8 @@ def find_change(
         )
 
     def known(release: str) -> BisectStep | None:
+        if release.startswith("git:") and release not in lockfile.known():
+            return None  # its key would require the sources
         kept = result_cache.load_result(result_cache.key(spec(release)))
         if kept is None and scenario:
             # A run of the whole matrix has a result of this scenario, too.
@@ -418,7 +425,6 @@ def find_change(
             return bisect.BisectStep(release, rows[0].verdict, rows[0].stock) if rows else None
         return _step(kept) if kept else None
 
-    chain = [name for name, each in lockfile.known().items() if each.kind in ARCHIVE_KINDS]
     with progress_bar.progress() as progress:
 
         def verify(release: str) -> BisectStep:

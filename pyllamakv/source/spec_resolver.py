@@ -159,6 +159,36 @@ def remote_commit(release: Release) -> str:
     return found.get(f"{name}^{{}}") or found.get(name, "")
 
 
+def history(first: Release, last: Release) -> list[str]:
+    """Return the releases between two commits of a local repository, with both, oldest first.
+
+    These are the commits of the branch itself, not those of merged branches. Nothing is fetched.
+    Raises UsageError if the commits are not in one local repository, or if none contains the other.
+    """
+    place = (last.url or "").removeprefix("file://")
+    folder = existing_path(place) if first.url == last.url and place else None
+    if folder is None or not folder.is_dir():
+        msg = (
+            f"{first.name} and {last.name} have no common history here: name two versions, or two "
+            "commits of one local repository (clone a remote one first)"
+        )
+        raise UsageError(msg)
+
+    def contains(one: Release, other: Release) -> bool:
+        words = ("merge-base", "--is-ancestor", other.commit, one.commit)
+        return not git_command.run(folder, *words, timeout=git_limits.MAX_SECONDS).returncode
+
+    if not contains(last, first):
+        first, last = last, first
+    if not contains(last, first):
+        msg = f"neither {last.name} nor {first.name} contains the other one in {place}"
+        raise UsageError(msg)
+    words = ("rev-list", "--first-parent", "--reverse", f"{first.commit}..{last.commit}")
+    after = git_command.git(folder, *words, timeout=git_limits.MAX_SECONDS).split()
+    names = [f"git:{place}@{commit}" for commit in after[:-1]]
+    return list(dict.fromkeys((first.name, *names, last.name)))
+
+
 def existing_path(text: str) -> Path | None:
     """Return the file or folder that a text names on this machine, if it names one."""
     with suppress(OSError, RuntimeError, ValueError):  # no path here, or an unknown user

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fakes import cell_results
-from patching_kit import code, fill, repository
+from patching_kit import code, diff, fill, repository
 
 from pyllamakv.cli import main
 from pyllamakv.errors import NoPortApplies
-from pyllamakv.source import lockfile
+from pyllamakv.source import lockfile, spec_resolver
 from pyllamakv.source.git_command import git, git_bytes
 from pyllamakv.testing.build_under_test import BuildUnderTest
 from pyllamakv.verification import cell, result_cache
@@ -73,6 +73,47 @@ def upstream(tmp_path: Path) -> str:
     later = {f"GIT_{who}_DATE": "2026-11-27T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}
     git(remote, "commit", "-q", "-a", "-m", "upstream: fix one, change two", env=later)
     return f"git:{remote}@main"
+
+
+def test_bisect_finds_the_commit_of_a_local_repository(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the steps are fetched; BAD may be the older one, but must have a common history."""
+    remote = repository(tmp_path / "llama.cpp", OLD)
+    git(remote, "checkout", "-q", "-B", "main")
+    commits = [git(remote, "rev-parse", "HEAD")]
+    for number in range(1, 13):
+        fill(remote, {"src/one.cpp": b"int n = %d;\n" % number})
+        git(remote, "commit", "-q", "-a", "-m", f"change {number}")
+        commits.append(git(remote, "rev-parse", "HEAD"))
+    verified: list[int] = []
+
+    def judge(spec: cell.CellSpec, **_: Any) -> cell.CellResult:
+        found = commits.index(spec_resolver.resolve(spec.release).commit)
+        verified.append(found)
+        verdict = "untestable" if found == 6 else "needed" if found < 8 else "harmful"
+        return cell_results.result(spec.release, verdict, spec=spec)
+
+    monkeypatch.setattr(cell, "verify_cell", judge)
+    ends = [f"git:{remote}@{ref}" for ref in (commits[0], "main")]
+    (tmp_path / "mine.patch").write_bytes(diff(OLD, OLD | {"src/two.cpp": code("two", "fix(a);")}))
+    code_, out, err = run("matrix", "bisect", *ends, "--patches", "mine.patch")
+    assert code_ == 0, err
+    first, last = (f"git:{remote}@{commits[number]}" for number in (8, 7))
+    assert f"{first} is the first release that is harmful; {last} is needed." in out
+    assert sorted(verified) == [0, 5, 6, 7, 8, 12]
+    assert len(lockfile.known()) == 6
+    code_, out, _ = run("matrix", "bisect", *ends[::-1])
+    assert f"{last} is the first release that is needed; {first} is harmful." in out
+
+    git(remote, "checkout", "-q", "-b", "side", commits[3])
+    fill(remote, {"src/two.cpp": b"int n;\n"})
+    git(remote, "commit", "-q", "-a", "-m", "another change")
+    code_, _, err = run("matrix", "bisect", f"git:{remote}@side", ends[1])
+    assert (code_, "contains the other one" in err) == (2, True)
+    other = repository(tmp_path / "other", OLD)
+    code_, _, err = run("matrix", "bisect", f"git:{other}@HEAD", ends[1])
+    assert (code_, "have no common history here" in err) == (2, True)
 
 
 @pytest.mark.slow
