@@ -10,9 +10,10 @@ import typer
 
 from pyllamakv.errors import UsageError
 from pyllamakv.patching import series
+from pyllamakv.source import spec_resolver
 from pyllamakv.source.files import write_text_atomic
 from pyllamakv.source.store import open_store
-from qa.upkeep import ablation, page, queues, sample
+from qa.upkeep import ablation, page, queues, sample, watching
 from qa.upkeep.measurement import Measurement
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ def upkeep(
     queue: list[str] = typer.Option(
         [], "--queue", help="Measure each mechanism for: ours, runner, mesh, binding."
     ),
+    watch: list[str] = typer.Option(
+        [], "--watch", help="Time watches of this release on a local remote."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Measure how many fetched states need no manual work; interrupted runs continue.
@@ -44,6 +48,8 @@ def upkeep(
         measurement = Measurement(open_store(), series.load(), report)
         if queue:
             return _ablate(queue, measurement, report, write)
+        if watch:
+            return _watch(watch, measurement, report, write)
         before = page.states(write.read_text("utf-8")) if write and write.is_file() else 0
         if before > len(measurement.states):
             raise UsageError(
@@ -58,7 +64,7 @@ def upkeep(
             verified = sample.verify(chosen, measurement, report)
         else:
             verified = sample.current(measurement, chosen if count or state else None)
-    text = page.page(found, hooks, verified, ablation.kept())
+    text = page.page(found, hooks, verified, ablation.kept(), watching.kept())
     if write is not None:
         write_text_atomic(write, text)
     if as_json:
@@ -88,3 +94,17 @@ def _ablate(
     if write is not None:
         write_text_atomic(write, page.with_mechanisms(write.read_text("utf-8"), rows))
     write_lines(page.mechanisms(rows))
+
+
+def _watch(
+    names: list[str], measurement: Measurement, report: Progress, write: Path | None
+) -> None:
+    """Time watches of the named releases, and write the section of the page."""
+    from pyllamakv.cli.stdout import write_lines
+
+    for name in names:
+        watching.measure(spec_resolver.resolve(name), measurement.store, report)
+    rows = watching.kept()
+    if write is not None:
+        write_text_atomic(write, page.with_watches(write.read_text("utf-8"), rows))
+    write_lines(page.watches(rows))

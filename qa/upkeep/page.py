@@ -18,6 +18,7 @@ from qa.upkeep.measurement import (
 )
 from qa.upkeep.queues import SHAPES
 from qa.upkeep.sample import STEPS as TIMED
+from qa.upkeep.watching import lines as _watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from qa.upkeep.ablation import Ablated
     from qa.upkeep.measurement import Hook, Measured
     from qa.upkeep.sample import Verified
+    from qa.upkeep.watching import WatchTime
 
 #: A function with a smaller percentage of kept lines counts as rewritten.
 REWRITTEN = 50
@@ -95,6 +97,16 @@ lines than a port that fits strictly today; without such a port, it is not count
 built.
 """
 
+_WATCHES = """\
+## Time of a watch
+
+`python -m qa upkeep --watch RELEASE --write docs/upkeep.md` follows a local git remote with the
+shipped series: a new commit on the tree of a release, from an empty data directory to the verdict,
+without a compiler cache of these files, and then the same commit again. The targets on two cores
+are 10 minutes and 60 s. CPU time is that of all processes of the watch. The load is the mean of 15
+minutes at the end: above 2, other jobs had a part of the two cores.
+"""
+
 #: Why mechanisms were removed, and others stay that the table does not require.
 _REMOVED = """\
 Two mechanisms were removed because no queue needs them and they prevent no wrong carry: the
@@ -131,6 +143,7 @@ def page(
     hooks: Sequence[Hook] = (),
     verified: Sequence[Verified] = (),
     ablated: Mapping[tuple[str, str], Ablated] | None = None,
+    watched: Sequence[WatchTime] = (),
 ) -> str:
     """Return the page."""
     oldest = min((one.date for one in found), default="")
@@ -167,14 +180,33 @@ def page(
     lines += ["", "## Hooks", "", *_hooks(hooks)]
     lines += ["", *mechanisms(ablated or {})]
     lines += ["", "## Verified sample", "", *_sample(verified)]
+    lines += ["", *watches(watched)]
     return "\n".join([*lines, ""])
 
 
 def with_mechanisms(text: str, ablated: Mapping[tuple[str, str], Ablated]) -> str:
     """Return a page with another section of mechanisms."""
-    before, _, rest = text.partition("## Mechanisms\n")
+    return _with_section(text, mechanisms(ablated))
+
+
+def with_watches(text: str, watched: Sequence[WatchTime]) -> str:
+    """Return a page with another section of timed watches."""
+    return _with_section(text, watches(watched))
+
+
+def _with_section(text: str, lines: Sequence[str]) -> str:
+    """Replace the section with the heading of these lines, or add it at the end."""
+    before, _, rest = text.partition(f"{lines[0]}\n")
     after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
-    return "\n".join([*before.splitlines(), *mechanisms(ablated), "", *after.splitlines(), ""])
+    parts = (
+        "\n".join(part).strip("\n") for part in (before.splitlines(), lines, after.splitlines())
+    )
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def watches(watched: Sequence[WatchTime]) -> list[str]:
+    """Return the section of timed watches."""
+    return [*_WATCHES.splitlines(), "", *_watched(watched)]
 
 
 def mechanisms(ablated: Mapping[tuple[str, str], Ablated]) -> list[str]:
