@@ -210,6 +210,8 @@ class Local:
         self._record = (ffi.new("int32_t *"), ffi.new("char[]", _ROOM))
         self._lost = 0
         self._lowest = 1
+        # Bound once: for every token.
+        self._plk_decode, self._plk_logits = self._lib.plk_decode, self._lib.plk_logits
         self._done(self._lib.plk_init(), f"start {path.name}")
         signal_check.install(self._lib)
         self.about = self._read_about()
@@ -692,7 +694,7 @@ class Local:
             steps.pos[0:n] = pos
         before = len(entered)
         try:
-            code: int = self._lib.plk_decode(scratch.raw, steps.batch)
+            code: int = self._plk_decode(scratch.raw, steps.batch)
             if len(entered) > before:
                 raise_pending()
         except BaseException:
@@ -759,7 +761,7 @@ class Local:
             raise self._error(
                 Code.EINVAL, f"read {n_vocab} logits of a smaller vocabulary", "decode"
             )
-        found = self._lib.plk_logits(scratch.raw, index)
+        found = self._plk_logits(scratch.raw, index)
         if found != scratch.place:
             if found == NULL:
                 raise self._error(
