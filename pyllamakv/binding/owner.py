@@ -18,6 +18,7 @@ import weakref
 from contextlib import contextmanager, suppress
 from itertools import islice, repeat, starmap
 from sys import _getframe
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pyllamakv.binding.interrupts import Uninterrupted
@@ -26,7 +27,7 @@ from pyllamakv.errors import Busy, Closed, WorkerDied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType, TracebackType
+    from types import TracebackType
 
     from pyllamakv.binding.protocol import Native
 
@@ -42,17 +43,24 @@ _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 _OURS = frozenset({__name__.partition(".")[0], "contextlib", "functools"})
 
 
-def _is_nested(frame: FrameType | None, holder: FrameType | None) -> bool | None:
+#: What holds a lock: a frame, or a frame of one of some functions, whose codes these are.
+_Holder = FrameType | frozenset[CodeType]
+
+
+def _is_nested(frame: FrameType, holder: _Holder | None) -> bool | None:
     """Return whether a frame belongs to the operation of ``holder``, a frame below it.
 
     False if code of others was called between them, and None if ``holder`` has ended.
     """
+    codes = holder if isinstance(holder, frozenset) else frozenset[CodeType]()
     ours = True
-    while frame is not None:
-        if frame is holder:
+    below: FrameType | None = frame
+    while below is not None:
+        # The first frame asks for the lock, so it is not the holder if it runs the same function.
+        if below is holder or (below.f_code in codes and below is not frame):
             return ours
-        ours = ours and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS
-        frame = frame.f_back
+        ours = ours and below.f_globals.get("__name__", "").partition(".")[0] in _OURS
+        below = below.f_back
     return None
 
 
@@ -99,9 +107,9 @@ class _Node(Generic[Raw]):
         # Each item is the result of an attempt to acquire the lock at once. A `for` loop calls no
         # signal handler before it has stored an item, and a token takes two of them.
         self.attempts = map(self.lock.acquire, repeat(False))
-        # The frame that entered first. Signal handlers and callbacks run in the same thread, so
-        # only frames show whether a call is a part of the operation.
-        self.holder: FrameType | None = None
+        # What entered first. Signal handlers and callbacks run in the same thread, so only frames
+        # show whether a call is a part of the operation.
+        self.holder: _Holder | None = None
         # How often the lock is held for uses that a signal handler ended without `__exit__`.
         self.surplus = 0
         # Held while `raw` is used without the lock (cancel), and while it is freed. Reentrant,
@@ -131,7 +139,7 @@ class _Node(Generic[Raw]):
                 return True
         return False
 
-    def check_nested(self, frame: FrameType) -> FrameType | None:
+    def check_nested(self, frame: FrameType) -> _Holder | None:
         """Return the holder of a further use. Raise Busy for code that an operation has called.
 
         ``frame`` is of the thread that has locked the node, and asks for it.
@@ -156,7 +164,7 @@ class _Node(Generic[Raw]):
         holder = self.holder
         return (
             holder is not None
-            and not holder.f_code.co_flags & _SUSPENDS
+            and (isinstance(holder, frozenset) or not holder.f_code.co_flags & _SUSPENDS)
             and _is_nested(frame, holder) is None
         )
 
@@ -402,31 +410,37 @@ class Lock(_ReleasedOnExit[Raw], Owner[Raw]):
             return call(self.raw)
 
 
-class ReadLock(_ReleasedOnExit[Raw]):
-    """Use a context as its `Lock` does, to read the results of the last call.
+class FunctionLock(_ReleasedOnExit[Raw]):
+    """Use a context as its `Lock` does, in functions that are called for each token.
 
-    A callback of an operation, such as a sampler, may do so during the operation.
+    Their codes identify the holder, because the creation of a frame object takes as long as the
+    rest. They are no generators, and use no `ExitStack`.
     """
 
-    __slots__ = ("_lock", "_node")
+    __slots__ = ("_codes", "_lock", "_node")
 
-    def __init__(self, lock: Lock[Raw]) -> None:
+    def __init__(self, lock: Lock[Raw], *functions: Any) -> None:
+        """Use ``lock`` in some functions, which enter no other lock of the object themselves."""
         self._lock, self._node = lock, lock._node
+        self._codes = frozenset(each.__code__ for each in functions)
+
+    def _holder(self) -> _Holder | None:
+        """Return the holder of a nested use. Raise Busy for code that an operation has called."""
+        return self._node.check_nested(_getframe(2))
 
     def __enter__(self) -> Raw:
         node, used, locked = self._node, False, False
         waited: list[bool] | None = None
         try:
+            if node.readers and not node.users:
+                node.wait_for_readers()
             for locked in node.attempts:
                 if not locked:
                     waited = []
                     if not node.acquire(waited):
                         raise self._lock._busy()
                 break
-            holder = node.holder
-            if not node.users:
-                frame = _getframe(1)
-                holder = frame if frame.f_globals is not _CONTEXTLIB else _holder(frame)
+            holder = self._holder() if node.users else self._codes
             node.users, node.holder, used = node.users + 1, holder, True
             return node.raw if not node.closed else self._lock.raw
         except BaseException:
@@ -435,6 +449,18 @@ class ReadLock(_ReleasedOnExit[Raw]):
             elif locked or (waited and waited[-1]):
                 node.lock.release()
             raise
+
+
+class ReadLock(FunctionLock[Raw]):
+    """Use a context as its `Lock` does, to read the results of the last call.
+
+    A callback of an operation, such as a sampler, may do so during the operation.
+    """
+
+    __slots__ = ()
+
+    def _holder(self) -> _Holder | None:
+        return self._node.holder
 
 
 def free_quietly(free: Callable[[Raw], None], raw: Raw) -> None:

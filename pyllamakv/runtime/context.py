@@ -16,7 +16,7 @@ import numpy as np
 
 from pyllamakv.binding import arguments
 from pyllamakv.binding.interrupts import Uninterrupted
-from pyllamakv.binding.owner import Lock, ReadLock, free_quietly
+from pyllamakv.binding.owner import FunctionLock, Lock, ReadLock, free_quietly
 from pyllamakv.binding.protocol import (
     Capability,
     DecodeStatus,
@@ -97,7 +97,7 @@ class Context(ClosedOnExit):
             *("guard", "handle", "keepers", "kv_file", "ledgers", "lock", "n_vocab", "native"),
             *("need_pooling", "new_marks", "outputs", "partitions", "read_lock"),
             *("release_sequence", "sequence_id", "shares", "start_adapters", "start_policy"),
-            "use_threads",
+            *("step_lock", "use_threads"),
         )
     )
 
@@ -128,7 +128,10 @@ class Context(ClosedOnExit):
         #: get Busy.
         self.lock: Lock[Any] = Lock(handle, free, "context", model.owner)
         #: The same lock for reads of results, which a sampler called by an operation needs.
-        self.read_lock = ReadLock(self.lock)
+        reads = Context.logits, Context.logits_all, Sequence.logits, embedding.read
+        self.read_lock = ReadLock(self.lock, *reads)
+        #: The same lock for `Sequence.step`.
+        self.step_lock = FunctionLock(self.lock, Sequence.step)
         self.n_vocab = model.info.n_vocab
         #: Whether decodes compute embeddings of all tokens, and no logits.
         self.embeds = params.embeddings

@@ -112,7 +112,7 @@ class Sequence(ClosedOnExit):
         Raises as `Context.decode` does.
         """
         context = self.context
-        with context.lock as handle:
+        with context.step_lock as handle:
             if not self.open:
                 self.check(context)
             if type(token) is not int:

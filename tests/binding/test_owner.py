@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runtime_kit as kit
 
-from pyllamakv.binding.owner import Lock, Owner, ReadLock, free_quietly
+from pyllamakv.binding.owner import FunctionLock, Lock, Owner, ReadLock, free_quietly
 from pyllamakv.errors import Busy, Closed, NativeError, WorkerDied
 
 
@@ -114,7 +115,8 @@ def test_second_thread_using_a_lock_is_busy() -> None:
     of="Python",
 )
 @pytest.mark.parametrize(
-    "way", ["enter", "nested", pytest.param("reading", marks=pytest.mark.slow), "results"]
+    "way",
+    ["enter", "nested", pytest.param("reading", marks=pytest.mark.slow), "function", "results"],
 )
 def test_an_interrupt_of_an_entry_leaves_the_lock_usable(way: str) -> None:
     """A handler raises wherever Python calls one: other threads can use and close the object."""
@@ -137,12 +139,10 @@ def test_an_interrupt_of_an_entry_leaves_the_lock_usable(way: str) -> None:
 
     def use(context: Lock[int]) -> None:
         outer = context if way == "nested" else nullcontext()
-        with (
-            outer,
-            {"reading": context.reading, "results": lambda: ReadLock(context)}.get(
-                way, lambda: context
-            )(),
-        ):
+        entered: Any = context.reading() if way == "reading" else context
+        if way in ("function", "results"):
+            entered = (FunctionLock if way == "function" else ReadLock)(context, use)
+        with outer, entered:
             pass
 
     before = sys.gettrace()
@@ -198,11 +198,34 @@ def test_an_interrupt_of_a_close_leaves_no_object() -> None:
     assert struck > 100
 
 
-@pytest.mark.parametrize("way", ["lock", "results"])
+def test_a_function_lock_serves_the_parts_of_its_operation_only() -> None:
+    """Code that the function calls gets Busy if it is of others, also in the same function."""
+    context = Tree().contexts[0]
+
+    def operate(call: Any) -> None:
+        with lock:
+            call()
+
+    def use() -> None:
+        with context:
+            pass
+
+    lock = FunctionLock(context, operate)
+    for call in (use, partial(operate, use)):
+        with pytest.raises(Busy):
+            operate(call)
+    operate(kit.ours(use))
+    operate(lambda: isinstance(in_thread(use), Busy) or pytest.fail("not busy"))
+    assert in_thread(use) is None
+    context.close()
+    with pytest.raises(Closed):
+        operate(use)
+
+
+@pytest.mark.parametrize("way", ["lock", "function", "results"])
 def test_a_call_between_two_lines_of_an_entry_leaves_its_holder(way: str) -> None:
     """A finaliser uses the context there: later nested uses leave the lock as usual."""
     context = Tree().contexts[0]
-    entered = context if way == "lock" else ReadLock(context)
     calls = 0
 
     def trace(frame: Any, event: str, _: object) -> Any:
@@ -221,17 +244,21 @@ def test_a_call_between_two_lines_of_an_entry_leaves_its_holder(way: str) -> Non
         with context:
             pass
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        entered.__enter__()
-    finally:
-        sys.settrace(before)
-    for _ in range(2):
-        with context:
-            pass
-    assert isinstance(in_thread(use), Busy)
-    entered.__exit__(None, None, None)
+    def operate() -> None:
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            entered.__enter__()
+        finally:
+            sys.settrace(before)
+        for _ in range(2):
+            kit.ours(use)()
+        assert isinstance(in_thread(use), Busy)
+        entered.__exit__(None, None, None)
+
+    kinds = {"function": FunctionLock, "results": ReadLock}
+    entered: Any = kinds[way](context, operate) if way in kinds else context
+    operate()
     assert in_thread(use) is None
     assert calls > 5
 
