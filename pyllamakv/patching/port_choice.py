@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pyllamakv.patching.carry import Carrier
     from pyllamakv.patching.series import Series
     from pyllamakv.patching.strict_apply import Placement, Tree
-    from pyllamakv.source.progress import Progress
     from pyllamakv.source.releases import Release
 
 
@@ -132,7 +131,6 @@ def choose_for_release(
     *,
     series: Series | None = None,
     store: Store | None = None,
-    progress: Progress | None = None,
     carrier: Carrier | None = None,
 ) -> PortChoice:
     """Choose ports for a release, which is fetched if the store does not have it.
@@ -142,7 +140,7 @@ def choose_for_release(
     ``carrier``, a patch that has no port for the release is carried.
     """
     store = store or open_store()
-    release = trees.ensure_fetched(store, release, progress)
+    release = trees.ensure_fetched(store, release)
     series = series_module.load() if series is None else series
     tree = trees.StoreTree(store, store.tree_of(release))
     return choose_for_tree(series, tree, release.name, names, carrier)

@@ -339,7 +339,7 @@ def _attempt(port: Port, draft: TreeOverlay, tree: Tree) -> Attempt:
     return Attempt(port.base, misses, draft.dry_run(port.patch))
 
 
-def github_annotations(found: Iterable[PatchStatus], path: str = "patches") -> list[str]:
+def github_annotations(found: Iterable[PatchStatus]) -> list[str]:
     """Write failures as GitHub annotations on the patch files, one line each."""
     lines = []
     for status in found:
@@ -348,7 +348,7 @@ def github_annotations(found: Iterable[PatchStatus], path: str = "patches") -> l
         best = status.best
         bad = best.failed[0] if best and best.failed else None
         base = best.base if best else ""
-        file = f"{path}/{status.id}/{base}.patch"
+        file = f"patches/{status.id}/{base}.patch"
         text = f"{status.id} on {status.release}: {status.reason}"
         where = f",title={bad.file} hunk {bad.hunk}" if bad else ""
         lines.append(f"::error file={file}{where}::{_escaped(text)}")
