@@ -343,10 +343,12 @@ def _check_new(
             draft.apply(left[0].patch, left[0].name)
             del left[0]
     definitions = [foreign_series.definition_of(port) for port in left]
-    ids = port_choice.contained_ids(definitions, tree, release.name)
+    there: list[str] = []
+    while ids := port_choice.contained_ids(definitions[len(there) :], tree, release.name):
+        there += ids
     known = {id_: _changes(port) for id_, port in earlier.items()}
     names = []
-    for port in left[: len(ids)]:
+    for port in left[: len(there)]:
         changes = _changes(port)
         same = [id_ for id_ in known if known[id_] >= changes]
         same = same[:1] or [id_ for id_ in known if known[id_] & changes]

@@ -468,6 +468,16 @@ def test_second_import_of_the_same_mails_is_refused(bench: SeriesSandbox, tmp_pa
             take(bench, box, id_)
     with pytest.raises(UsageError, match=r"of 2 \(as mine-2\) already, so nothing"):
         take(bench, files[1], "other")
+    # Independent ones are contained one by one.
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "3.patch").write_bytes(
+        diff(then, then | {"src/b.cpp": numbered(20, l9="z")})
+    )
+    take(bench, tmp_path / "two", "three")
+    (tmp_path / "two" / "2.patch").write_bytes(files[1].read_bytes())
+    with pytest.raises(UsageError, match=r"of 2 \(as mine-2\), 3 \(as three\) already"):
+        take(bench, tmp_path / "two", "other")
+    order = series.load(bench.folder).order
     assert series.load(bench.folder).order == order
     # The same lines at another place are another change.
     files[0].write_bytes(diff(then, then | {"src/a.cpp": numbered(60, l10="y", l50="y")}))
