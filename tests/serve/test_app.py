@@ -83,14 +83,36 @@ def test_a_stream_has_the_text_of_the_reply(tmp_path: Path, path: str) -> None:
 
 def test_last_event_of_a_choice_is_sent_when_the_choice_ends(tmp_path: Path) -> None:
     """Its reason is not held until the other choices end, as in OpenAI's streams."""
+    served = kit.engine(tmp_path)
+    native: Any = served.context.native
+    seen = threading.Event()
+
+    class Gate:
+        decodes = 0
+
+        def wait(self, seconds: float) -> None:
+            self.decodes += 1
+            # The first choice has ended after fewer decodes.
+            assert self.decodes <= 20 or seen.wait(20), "the end of the first choice is held"
+
+    native.gate = Gate()
     stop = alone(tmp_path, "Hi", 8)[2:4]
-    body = {**HI, "prompt": ["Hi", "Hello"], "stop": stop, "stream": True}
-    answer = kit.post(kit.engine(tmp_path), COMPLETE, body)
-    *parts, done = kit.events(answer.text)
-    ends = [(each["choices"][0]["index"], each["choices"][0]["finish_reason"]) for each in parts]
-    assert done == "[DONE]"
-    assert [end for end in ends if end[1]] == [(0, "stop"), (1, "length")]
-    assert ends.index((0, "stop")) < ends.index((1, None))
+    options = GenerationOptions(1, 60, (stop,), False, SamplerParams(), None, None)
+
+    async def main(_: httpx.AsyncClient) -> list[tuple[int, str]]:
+        tokens = [served.model.tokenize(prompt) for prompt in ("Hi", "Hello")]
+        completion = await served.complete(2, lambda: tokens, options)
+        found = []
+        async for event in TextFormat(served.model, "tiny").events(completion, usage=False):
+            for each in kit.events(event.decode()):
+                if each != "[DONE]" and (reason := each["choices"][0]["finish_reason"]):
+                    seen.set()
+                    found.append((each["choices"][0]["index"], reason))
+        completion.close()
+        return found
+
+    assert kit.run(served, main) == [(0, "stop"), (1, "length")]
+    assert native.gate.decodes > 20
 
 
 class Refusing:
