@@ -554,9 +554,14 @@ def batches(context: Context, portions: list[Portion]) -> list[list[Portion]]:
 
 
 def micro_batches(portions: list[Portion], size: int) -> list[list[Portion]]:
-    """Divide portions into batches of at most ``size`` tokens, if no group is longer."""
+    """Divide portions into batches of at most ``size`` tokens, if no group is longer.
+
+    Those that complete their prompts come first, the shortest of them before the others: of a burst
+    of prompts, most have their first tokens before the last batch is decoded.
+    """
     if sum(n for _, n in portions) <= size or all(n == 1 for _, n in portions):
         return [portions]
+    portions = sorted(portions, key=lambda each: (not _completes(*each), each[1]))
     found: list[list[Portion]] = [[]]
     room = size
     for one, n in portions:
@@ -574,6 +579,11 @@ def micro_batches(portions: list[Portion], size: int) -> list[list[Portion]]:
             room -= upto - at
             at = upto
     return found
+
+
+def _completes(one: Generation, n: int) -> bool:
+    """Return whether a generation has logits after ``n`` tokens."""
+    return len(one.ledger.tokens) + n == len(one.all_tokens)
 
 
 def decode(context: Context, portions: Sequence[Portion]) -> None:
@@ -594,7 +604,7 @@ def decode(context: Context, portions: Sequence[Portion]) -> None:
     for one, n in portions:
         have = len(one.ledger.tokens)
         piece = np.array(one.all_tokens[have : have + n], dtype=np.int32)
-        wants = have + n == len(one.all_tokens) and one.max_tokens != 0
+        wants = _completes(one, n) and one.max_tokens != 0
         feeds.append(Feed(one.sequence, piece, "last" if wants else "none"))
     context.decode(feeds)
 

@@ -207,6 +207,22 @@ def test_sampler_with_history_serves_one_generation(tmp_path: Path) -> None:
     assert all(one.finish_reason == "length" for one in going)
 
 
+@pytest.mark.parametrize("lengths", [(20, 3, 5), (3, 20, 5), (3, 5, 20)])
+def test_short_prompts_of_a_step_have_text_before_the_longest_is_evaluated(
+    ctx: Context, lengths: tuple[int, ...]
+) -> None:
+    """The order of submission does not matter; a micro-batch has 8 tokens."""
+    texts: list[list[int]] = []
+
+    def note() -> None:
+        texts.append([len(each.tokens) for each in going])
+
+    with Batcher(SlotCache(ctx), on_text=note) as batcher:
+        going = [batcher.submit([70 + i] * n, 2) for i, n in enumerate(lengths)]
+        batcher.step()
+    assert texts == [[int(n < 20) for n in lengths]] * 3
+
+
 def test_groups_are_decoded_in_one_batch(ctx: Context) -> None:
     """Pieces of a prompt end between groups, also beside other prompts."""
     batcher = Batcher(SlotCache(ctx), n_batch=8)
