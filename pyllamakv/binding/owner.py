@@ -17,7 +17,7 @@ import threading
 import weakref
 from contextlib import contextmanager, suppress
 from itertools import islice, repeat, starmap
-from sys import _getframe
+from sys import _current_frames, _getframe
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -64,6 +64,13 @@ def _is_nested(frame: FrameType, holder: _Holder | None) -> bool | None:
     return None
 
 
+def _runs(frame: FrameType) -> bool:
+    """Return whether any thread runs a frame, or may continue it."""
+    suspends = frame.f_code.co_flags & _SUSPENDS
+    tops = _current_frames().values()
+    return bool(suspends) or any(_is_nested(top, frame) is not None for top in tops)
+
+
 def _holder(frame: FrameType) -> FrameType:
     """Return the frame that holds what ``frame`` enters: `ExitStack.enter_context` ends at once."""
     while frame.f_globals is _CONTEXTLIB and frame.f_back is not None:
@@ -78,6 +85,7 @@ class _Node(Generic[Raw]):
         "attempts",
         "children",
         "closed",
+        "frames",
         "free",
         "gate",
         "holder",
@@ -100,6 +108,10 @@ class _Node(Generic[Raw]):
         self.what = what
         self.parent = parent
         self.children: list[_Node[int]] = []
+        # Of an object of several threads, the frames that use it. One that does not run any more
+        # is left over: a signal handler raised as `__exit__` began.
+        self.frames: list[FrameType] = []
+        # Of an object of one thread, how many uses are nested.
         self.users = 0
         self.closed = False
         # Reentrant, because operations on a context are nested.
@@ -180,6 +192,9 @@ class _Node(Generic[Raw]):
         taken.append(self)  # type: ignore[arg-type]
         if self.users and not self._is_abandoned(_getframe()):
             return self  # type: ignore[return-value]
+        self.frames = [each for each in self.frames if _runs(each)]
+        if self.frames:
+            return self  # type: ignore[return-value]
         # A copy: a finaliser in another thread may take a child out of the list meanwhile.
         for child in tuple(self.children):
             busy = child.take(taken)
@@ -255,15 +270,14 @@ class Owner(NotCopied, Generic[Raw]):
 
     def __enter__(self) -> Raw:
         """Begin to use the object; raises Closed if it was freed."""
-        node, used = self._node, False
+        node, frame = self._node, _holder(_getframe(1))
         try:
-            # The node's lock is held briefly: to count, and to close.
+            # The node's lock is held briefly: to add or remove a frame, and to close.
             with node.lock:
-                node.users, used = node.users + 1, True
+                node.frames.append(frame)
             return self.raw
         except BaseException:  # also of a signal handler
-            if used:
-                self.__exit__(None, None, None)
+            self._leave(frame)
             raise
 
     def __exit__(
@@ -272,9 +286,13 @@ class Owner(NotCopied, Generic[Raw]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._leave(_holder(_getframe(1)))
+
+    def _leave(self, frame: FrameType) -> None:
         node = self._node
         with node.lock:
-            node.users -= 1
+            if frame in node.frames:
+                node.frames.remove(frame)
 
     def close(self) -> None:
         """Free the object after its children. A second call does nothing.
