@@ -372,6 +372,7 @@ def load_earlier(changed: Sequence[Change] = (*CHANGED, FASTER)) -> None:
         stem = name.removesuffix(".py")
         text = git_command.git(root, "show", f"{COMMIT}:pyllamakv/cache/{name}")
         text = text.replace("pyllamakv.cache", PACKAGE)
+        text = text.replace("pyllamakv.runtime.interrupts", "pyllamakv.binding.interrupts")
         for change in changed:
             if change.module == stem:
                 if change.was not in text:
