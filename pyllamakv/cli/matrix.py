@@ -384,9 +384,9 @@ def find_change(
 ) -> None:
     """Find the first release between GOOD and BAD with another verdict than GOOD.
 
-    Both may be commits of a local repository: git:DIR@REF. Untestable releases are skipped. BAD may
-    be older than GOOD. Exit status: 0 found, 2 both have the same verdict, 125 GOOD or BAD is
-    untestable.
+    Commits of a local repository, git:DIR@REF, are searched as well. Untestable releases are
+    skipped. BAD may be older than GOOD. Exit status: 0 found, 2 both have the same verdict, 125
+    GOOD or BAD is untestable.
     """
     from pyllamakv.building import backend as backends
     from pyllamakv.cli import progress_bar

@@ -160,19 +160,22 @@ def remote_commit(release: Release) -> str:
 
 
 def history(first: Release, last: Release) -> list[str]:
-    """Return the releases between two commits of a local repository, with both, oldest first.
+    """Return the releases between two, of which one is in a local repository, oldest first.
 
-    These are the commits of the branch itself, not those of merged branches. Nothing is fetched.
-    Raises UsageError if the commits are not in one local repository, or if none contains the other.
+    Both are included. The others are the commits of the branch itself, not those of merged
+    branches. Nothing is fetched. Raises UsageError if there is no local repository, or if none of
+    the releases contains the other one there.
     """
-    place = (last.url or "").removeprefix("file://")
-    folder = existing_path(place) if first.url == last.url and place else None
-    if folder is None or not folder.is_dir():
+    places = [(each.url or "").removeprefix("file://") for each in (last, first)
+              if each.kind == "git"]  # fmt: skip
+    place = next((each for each in places if each and Path(each).is_dir()), "")
+    if not place:
         msg = (
-            f"{first.name} and {last.name} have no common history here: name two versions, or two "
-            "commits of one local repository (clone a remote one first)"
+            f"the history between {first.name} and {last.name} is not here: name two versions, or "
+            "commits of a local repository (clone a remote one first)"
         )
         raise UsageError(msg)
+    folder = Path(place)
 
     def contains(one: Release, other: Release) -> bool:
         words = ("merge-base", "--is-ancestor", other.commit, one.commit)

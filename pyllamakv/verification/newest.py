@@ -1,8 +1,9 @@
 """Find the newest release that a whole series applies to, builds and verifies on.
 
-Applying is tried on every release, newest first, because it is cheap. Building and verifying are
-not: among the releases that the series applies to, the newest good one is found by bisection, which
-assumes one change.
+Applying is tried on every release, newest first, because it is cheap. Between the first one that
+the series applies to and the next one, commits of a local repository are bisected. Building and
+verifying are not cheap: among the releases that the series applies to, the newest good one is found
+by bisection. Bisection assumes one change.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyllamakv.errors import Untestable
+from pyllamakv.errors import Untestable, UsageError
 from pyllamakv.patching import conflict_report, port_choice, status
+from pyllamakv.source import spec_resolver
 from pyllamakv.source.store import open_store
 from pyllamakv.verification import bisect, matrix
 from pyllamakv.verification.bisect import BisectStep
@@ -19,7 +21,7 @@ from pyllamakv.verification.cell import CellSpec
 from pyllamakv.verification.verdict import GOOD, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pyllamakv.patching.conflict_report import UncarriedPatch
     from pyllamakv.patching.status import PatchStatus
@@ -97,6 +99,9 @@ def newest(
 
     while chain and not fits(chain[-1]):
         failed = chain.pop()
+    if chain and failed:
+        last_fitting, failed = _nearest(chain[-1], failed, fits)
+        chain += [last_fitting] if last_fitting is not chain[-1] else []
 
     def judge(name: str) -> BisectStep:
         spec = CellSpec(name, patches=patches, scenarios=tuple(scenarios), quick=quick)
@@ -119,6 +124,28 @@ def newest(
     verdict, measured, _ = reasons.get(last, ("", "", ""))
     shown = tuple((one.id, one.state) for one in states.get(last, ()))
     return Newest(last, verdict, measured, shown, bad, reason, conflicts)
+
+
+def _nearest(
+    good: Release, bad: Release, fits: Callable[[Release], bool]
+) -> tuple[Release, Release]:
+    """Return neighbouring commits between two releases: one that a series fits, and the next.
+
+    Without their history, they are returned.
+    """
+    try:
+        names = spec_resolver.history(good, bad)
+    except UsageError:
+        return good, bad
+    low, high = 0, len(names) - 1 if names[0] == good.name else 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        release = spec_resolver.fetch_git(names[middle])
+        if fits(release):
+            low, good = middle, release
+        else:
+            high, bad = middle, release
+    return good, bad
 
 
 def _bisected(names: Sequence[str], judge: Any) -> tuple[str, str]:

@@ -111,9 +111,28 @@ def test_bisect_finds_the_commit_of_a_local_repository(
     git(remote, "commit", "-q", "-a", "-m", "another change")
     code_, _, err = run("matrix", "bisect", f"git:{remote}@side", ends[1])
     assert (code_, "contains the other one" in err) == (2, True)
-    other = repository(tmp_path / "other", OLD)
+    other = repository(tmp_path / "other", HEADER)
     code_, _, err = run("matrix", "bisect", f"git:{other}@HEAD", ends[1])
-    assert (code_, "have no common history here" in err) == (2, True)
+    assert (code_, "contains the other one" in err) == (2, True)
+
+
+def test_newest_finds_the_commit_that_ends_a_series(run: Run, tmp_path: Path) -> None:
+    """Between two releases of one history, its commits are searched; few are fetched."""
+    remote = repository(tmp_path / "llama.cpp", OLD)
+    git(remote, "checkout", "-q", "-B", "main")
+    commits = [git(remote, "rev-parse", "HEAD")]
+    for number in range(1, 17):
+        path = "two" if number == 11 else "one"
+        fill(remote, {f"src/{path}.cpp": b"int n = %d;\n" % number})
+        git(remote, "commit", "-q", "-a", "-m", f"change {number}")
+        commits.append(git(remote, "rev-parse", "HEAD"))
+    (tmp_path / "mine.patch").write_bytes(diff(OLD, OLD | {"src/two.cpp": code("two", "fix(a);")}))
+    ends = [f"git:{remote}@{commits[0]}", f"git:{remote}@main"]
+    code_, out, err = run("patch", "newest", *ends, "--patches", "mine.patch")
+    assert code_ == 0, err
+    assert out.startswith(f"newest: git:{remote}@{commits[10]}: needed")
+    assert f"first failure: git:{remote}@{commits[11]}: " in out
+    assert len(lockfile.known()) == 2, "those of the search are not pinned"
 
 
 @pytest.mark.slow
