@@ -26,6 +26,7 @@ FOREIGN = {
     "stdout": "a module of the standard library, restored afterwards",
     "help": "a command of Click",
     "redirect_slashes": "the router that Starlette creates without an option for it",
+    "hint": "the next step of a caught error, in the words of the command line",
     "timeout": "the public setting of a worker's proxy",
     "runner": "a thread-local object of the standard library",
     "__qualname__": "a method that `binding.forwarding` has compiled",
