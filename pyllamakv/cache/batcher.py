@@ -145,6 +145,8 @@ class Batcher(ClosedOnExit):
         self.known: dict[int, str] = {}
         max_wait = arguments.whole_or_none("max_wait", max_wait, 1, arguments.INT32)
         max_defer = arguments.integer("max_defer", max_defer, 0, arguments.INT32)
+        if on_text is not None and not callable(on_text):
+            raise arguments.wrong_type("on_text", on_text, "a function, or None")
         self._queue = GenerationQueue(manager, max_wait, max_defer)
         self._greedy = make_sampler(context.model, SamplerParams())
         self._on_text = on_text

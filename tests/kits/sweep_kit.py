@@ -692,6 +692,7 @@ ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "Generation": lambda value: False,
     "Sampler": _one_of(kv.Sampler),
     "Iterable[ContextCache]": lambda value: False,
+    "Callable[[], None] | None": lambda value: value is None or callable(value),
     "Callable[[str, int, int | None], None] | None": lambda value: value is None or callable(value),
     "NDArray[np.float32]": lambda value: isinstance(value, np.ndarray) and value.dtype.kind == "f",
     "tuple[str, str]": lambda value: False,
