@@ -75,6 +75,10 @@ CHANGED: Final = (
         for module in ("branches", "eviction", "slot_cache")
     ),
     *(
+        Change("prefix_cache", was, was.replace("budget", "budget_bytes", 1), "the name has a unit")
+        for was in ("    budget: int | None\n    hits", "        budget=cache.budget,\n")
+    ),
+    *(
         Change(module, was, now, "the call is a method of the sequence")
         for module, was, now in (
             ("prefix_cache", "context.prefill(sequence, ", "sequence.prefill("),
