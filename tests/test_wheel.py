@@ -18,7 +18,7 @@ from wheel_kit import built, command, environment, run
 import pyllamakv
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 1_260_000
+LIMIT = 1_270_000
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_wheel_is_below_its_size_limit_and_complete(wheel: Path) -> None:
-    """At most 1.25 MB, with patches, lock, shim and scenarios, without tests, qa and builds."""
+    """At most 1.27 MB, with patches, lock, shim and scenarios, without tests, qa and builds."""
     assert wheel.stat().st_size <= LIMIT
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
