@@ -107,6 +107,17 @@ def _read(pipe: Any, lines: queue.Queue[str | None]) -> None:
     lines.put(None)
 
 
+def test_every_parameter_has_a_rule_for_what_it_accepts() -> None:
+    """A sweep makes a part of the calls, so that a missing rule could stay unnoticed."""
+    answers = [
+        f"{call.name}: {sweep_kit.accepts(call, parameter, None)}"
+        for call in sweep_kit.calls()
+        for parameter in call.parameters
+    ]
+    assert len(answers) > 300
+    assert not [each for each in answers if ": no rule" in each]
+
+
 @pytest.mark.slow
 @pytest.mark.native
 @pytest.mark.parametrize("kind", ["stock", "patched"])

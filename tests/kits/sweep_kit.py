@@ -689,6 +689,8 @@ ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "Iterable[tuple[str, str]]": _empty,
     "Sequence[Moves]": _empty,
     "CacheManager": lambda value: False,
+    "PromptCache": _one_of(kv.PrefixCache),
+    "LoadedModel": _one_of(kv.Model),
     "Generation": lambda value: False,
     "Sampler": _one_of(kv.Sampler),
     "Iterable[ContextCache]": lambda value: False,
