@@ -7,7 +7,6 @@ section and returns its results, and ``names()``, the possible names of its entr
 #: What each section does, in the order of the document.
 SECTIONS = {
     "random_operations": "Random operations, compared with a ledger, K/V bytes and logits.",
-    "differential": "Equal operations on the cache managers and on those of an earlier commit.",
     "slips": "Slips of a maintainer: a quick scenario, a header test or a quick test detects each.",
     "fuzzing": "Random bytes and arguments for every parser and C entry point.",
     "native_calls": "Native calls at the boundaries of their arguments, on every kind of memory.",

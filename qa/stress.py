@@ -34,11 +34,10 @@ def stress(
 ) -> None:
     """Stress-test the package; exits 1 if a defect is found.
 
-    `random_operations` compares random operations with a ledger, `differential` compares
-    cache managers with earlier ones, `slips` runs quick tests on mistakes, `fuzzing` fuzzes
-    every parser and C entry point, `native_calls` makes calls on every kind of memory,
-    `faults` injects faults, `interrupts` interrupts operations, `sanitizers` and `leaks` check
-    memory, `servers` verifies llama-server.
+    `random_operations` compares random operations with a ledger, `slips` runs quick tests on
+    mistakes, `fuzzing` fuzzes every parser and C entry point, `native_calls` makes calls on
+    every kind of memory, `faults` injects faults, `interrupts` interrupts operations,
+    `sanitizers` and `leaks` check memory, `servers` verifies llama-server.
     """
     from qa import selection, summary
     from qa.entry import Entry, StressOptions

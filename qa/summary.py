@@ -107,10 +107,6 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "Cache managers",
         "",
     ),
-    "Cache managers are as fast as before they were divided by kind of memory": (
-        "Cache managers, over earlier ones",
-        "",
-    ),
     "`Batcher` generates as many tokens per CPU second as llama-cpp-python, or more": (
         "Generation",
         "client",
@@ -246,12 +242,6 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "operations",
         "operations",
         "does not cover shifts in sliding windows and partial states",
-    ),
-    "differential": (
-        "Cache managers do what they did before they were divided by kind of memory",
-        "operations",
-        "operations",
-        "generated models; what was changed on purpose is listed in qa/differential.py",
     ),
     "slips": (
         "Quick scenarios, header tests and quick tests detect the slips of a maintainer",

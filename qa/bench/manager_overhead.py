@@ -4,21 +4,15 @@ Both sides decode the same tokens on one model with one thread, and must produce
 tokens. The manual loop empties sequences, decodes prompts, and selects and decodes the most likely
 token, step by step. Every round has new prompts, so that no prefix is reused and the decodes are
 the same. The clock is the CPU time of the thread.
-
-The managers are also compared with those of an earlier commit, which `qa.differential` loads: both
-run over the present runtime and library, with equal prompts.
 """
 
 from __future__ import annotations
 
-import importlib
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pyllamakv
 from pyllamakv.building import variant as variants
@@ -27,20 +21,16 @@ from pyllamakv.cache.interface import CacheManager
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.slot_cache import SlotCache
 from pyllamakv.errors import NotBuilt
-from qa import differential
 from qa.bench.figure import Figure
 from qa.bench.loop import model_file
 from qa.bench.measure import MINIMUM_PAIRS, Pairs, interleave
 from qa.bench.workload import Round, require_same_result
-from qa.differential import PACKAGE
-from qa.load.load_figures import TARGET
 
 GROUP = "Cache managers"
-EARLIER = "Cache managers, over earlier ones"
 Tick = Callable[[], None]
 Maker = Callable[[pyllamakv.Context], CacheManager]
 
-#: Without host memory: a decode by hand, and the earlier managers, keep no evicted prompt either.
+#: Without host memory: a decode by hand keeps no evicted prompt either.
 MANAGERS: dict[str, Maker] = {
     "SlotCache": SlotCache,
     "PrefixCache": partial(PrefixCache, paging=0),
@@ -49,28 +39,23 @@ MANAGERS: dict[str, Maker] = {
 #: Maximum ratio of a manager's time to the manual loop's.
 LIMIT = 1.05
 
-#: Tokens of a prompt that is acquired again, or flushed to a store; acquisitions of a round.
-KNOWN, ACQUISITIONS = 1000, 20
-
 
 @dataclass(frozen=True)
 class ManagerWorkload:
     """One round: ``sequences`` prompts of ``prompt`` tokens, and ``steps`` tokens each.
 
-    The context has ``share`` times the cells of a round. With 2, the cache is full, which is
-    additional work; with 0.5, requests are parked.
+    The context has twice the cells of a round, so that the cache is full, which is additional work.
     """
 
     name: str
     sequences: int
     prompt: int
     steps: int
-    share: float = 2
 
     @property
     def n_ctx(self) -> int:
         """Return the number of cells."""
-        return int(self.share * self.sequences * (self.prompt + self.steps))
+        return 2 * self.sequences * (self.prompt + self.steps)
 
     @property
     def n_batch(self) -> int:
@@ -86,10 +71,6 @@ class ManagerWorkload:
 
 ONE = ManagerWorkload("1 sequence", 1, 32, 224)
 EIGHT = ManagerWorkload("8 sequences", 8, 32, 64)
-PARKING = ManagerWorkload("8 sequences in half of their cells", 8, 32, 64, 0.5)
-
-#: The sizes of contexts for a known prompt.
-KNOWING = ManagerWorkload("", 4, KNOWN, 0)
 
 #: A side runs one round, given its number.
 Side = Callable[[int], Round]
@@ -113,7 +94,6 @@ def figures(tick: Tick, spec: str = "0.3.9+patched", pairs: int = MINIMUM_PAIRS)
                 with by_hand(model, work) as plain, side(model, work, make) as mine:
                     measured = compare(title, plain, mine, pairs, tick)
                 found.append(figure(title, work, measured, model.path.stem))
-        found += earlier_figures(model, pairs, tick)
     return found
 
 
@@ -169,14 +149,12 @@ def leased(model: pyllamakv.Model, work: ManagerWorkload, make: Maker) -> Iterat
 
 
 @contextmanager
-def batched(
-    model: pyllamakv.Model, work: ManagerWorkload, make: Maker, loop: Any = Batcher
-) -> Iterator[Side]:
+def batched(model: pyllamakv.Model, work: ManagerWorkload, make: Maker) -> Iterator[Side]:
     """Run the prompts through a batcher, which also detokenizes."""
     with _context(model, work) as context, ExitStack() as ending:
         manager = make(context)
         ending.callback(manager.close)
-        batcher = ending.enter_context(loop(manager))
+        batcher = ending.enter_context(Batcher(manager))
 
         def run(number: int) -> Round:
             prompts = work.prompts(number)
@@ -222,136 +200,6 @@ def figure(name: str, work: ManagerWorkload, pairs: Pairs, model: str) -> Figure
         f"{len(pairs.first)} interleaved pairs of {work.sequences} x "
         f"({work.prompt} + {work.steps}) tokens, {model}, CPU time of 1 thread",
         {"managed": pairs.first, "by hand": pairs.second},
-    )
-
-
-def earlier_figures(model: pyllamakv.Model, pairs: int, tick: Tick) -> list[Figure]:
-    """Compare the managers with the earlier ones of `qa.differential`. Raises GitError."""
-    differential.load_earlier(differential.CHANGED)
-    found = []
-    for name in MANAGERS:
-        now, then = MANAGERS[name], _earlier(name)
-        loop = importlib.import_module(f"{PACKAGE}.batcher").Batcher
-        timed = [
-            (
-                f"`acquire` of {KNOWN:,} known tokens, `{name}`",
-                acquired(model, now), acquired(model, then),
-            ),
-            (
-                f"`Batcher` over `{name}`, {EIGHT.name}",
-                batched(model, EIGHT, now), batched(model, EIGHT, then, loop),
-            ),
-        ]  # fmt: skip
-        if name == "PrefixCache":
-            timed += [
-                (
-                    f"`Batcher` over `{name}`, {PARKING.name}",
-                    batched(model, PARKING, now), batched(model, PARKING, then, loop),
-                ),
-                (
-                    f"`flush` of {KNOWN:,} tokens",
-                    flushed(model, PrefixCache), flushed(model, then),
-                ),
-                (
-                    f"opening a store, and `acquire` of {KNOWN:,} tokens from it",
-                    restarted(model, PrefixCache), restarted(model, then),
-                ),
-            ]  # fmt: skip
-        for title, mine, other in timed:
-            with mine as first, other as second:
-                measured = compare(title, second, first, pairs, tick)
-            found.append(_over_earlier(title, measured, model.path.stem))
-    return found
-
-
-def _earlier(name: str) -> Any:
-    module = "slot_cache" if name == "SlotCache" else "prefix_cache"
-    return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
-
-
-@contextmanager
-def acquired(model: pyllamakv.Model, make: Any) -> Iterator[Side]:
-    """Acquire a prompt whose tokens are cached, again and again."""
-    prompt = ManagerWorkload("", 1, KNOWN, 0).prompts(0)[0]
-    with _context(model, KNOWING) as context, ExitStack() as ending:
-        manager = make(context)
-        ending.callback(manager.close)
-        with manager.acquire(prompt) as lease:
-            lease.make_room(len(lease.rest))
-            lease.sequence.prefill(lease.rest)
-
-        def run(_: int) -> Round:
-            begin = time.thread_time()
-            reused = []
-            for _ in range(ACQUISITIONS):
-                with manager.acquire(prompt) as lease:
-                    reused.append(float(len(prompt) - len(lease.rest)))
-            return Round(time.thread_time() - begin, reused)
-
-        yield run
-
-
-@contextmanager
-def flushed(model: pyllamakv.Model, make: Any) -> Iterator[Side]:
-    """Write the tokens of a new prompt to a store. The clock is that of the wall."""
-    with (
-        tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder,
-        _context(model, KNOWING) as context,
-        ExitStack() as ending,
-    ):
-        cache = make(context, store=folder)
-        ending.callback(cache.close)
-
-        def run(number: int) -> Round:
-            (prompt,) = ManagerWorkload("", 1, KNOWN, 0).prompts(number)
-            with cache.acquire(prompt) as lease:
-                lease.make_room(len(lease.rest))
-                lease.sequence.prefill(lease.rest)
-            begin = time.perf_counter()
-            cache.flush()
-            seconds = time.perf_counter() - begin
-            return Round(seconds, [float(cache.stats().stored_tokens)])
-
-        yield run
-
-
-@contextmanager
-def restarted(model: pyllamakv.Model, make: Any) -> Iterator[Side]:
-    """Open a store with a prompt, and acquire it. The clock is that of the wall."""
-    (prompt,) = ManagerWorkload("", 1, KNOWN, 0).prompts(0)
-    with (
-        tempfile.TemporaryDirectory(prefix="pyllamakv-bench-") as folder,
-        _context(model, KNOWING) as context,
-    ):
-        cache = make(context, store=folder)
-        with cache.acquire(prompt) as lease:
-            lease.make_room(len(lease.rest))
-            lease.sequence.prefill(lease.rest)
-        cache.close()
-
-        def run(_: int) -> Round:
-            begin = time.perf_counter()
-            cache = make(context, store=folder)
-            with cache.acquire(prompt) as lease:
-                seconds = time.perf_counter() - begin
-                reused = float(len(prompt) - len(lease.rest))
-            cache.close()
-            return Round(seconds, [reused])
-
-        yield run
-
-
-def _over_earlier(name: str, pairs: Pairs, model: str) -> Figure:
-    """Return the ratio of present to earlier managers."""
-    return Figure(
-        EARLIER,
-        name,
-        f"{pairs.ratio.format(3)} times the managers of {differential.COMMIT}",
-        TARGET,
-        pairs.ratio.low <= 1,
-        "",
-        f"{len(pairs.first)} interleaved pairs, {model}, 1 thread",
-        {"now": pairs.first, "earlier": pairs.second},
     )
 
 
