@@ -8,7 +8,7 @@ section and returns its results, and ``names()``, the possible names of its entr
 SECTIONS = {
     "random_operations": "Random operations, compared with a ledger, K/V bytes and logits.",
     "slips": "Slips of a maintainer: a quick scenario, a header test or a quick test detects each.",
-    "fuzzing": "Random bytes and arguments for every parser and C entry point.",
+    "fuzzing": "Random bytes for every parser, in Python and in C++.",
     "native_calls": "Native calls at the boundaries of their arguments, on every kind of memory.",
     "faults": "Kills, full disks, limits and lost workers, injected at random points.",
     "interrupts": "Random operations that a signal interrupts, compared with cells and logits.",

@@ -35,9 +35,9 @@ def stress(
     """Stress-test the package; exits 1 if a defect is found.
 
     `random_operations` compares random operations with a ledger, `slips` runs quick tests on
-    mistakes, `fuzzing` fuzzes every parser and C entry point, `native_calls` makes calls on
-    every kind of memory, `faults` injects faults, `interrupts` interrupts operations,
-    `sanitizers` and `leaks` check memory, `servers` verifies llama-server.
+    mistakes, `fuzzing` fuzzes every parser, `native_calls` makes calls on every kind of memory,
+    `faults` injects faults, `interrupts` interrupts operations, `sanitizers` and `leaks` check
+    memory, `servers` verifies llama-server.
     """
     from qa import selection, summary
     from qa.entry import Entry, StressOptions

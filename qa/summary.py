@@ -250,7 +250,7 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
         "the slips that qa/slips lists",
     ),
     "fuzzing": (
-        "No input of a parser or C entry point ends or hangs the process",
+        "No input of a parser ends or hangs the process",
         "inputs",
         "inputs",
         "random inputs, guided by coverage",

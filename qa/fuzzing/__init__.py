@@ -1,9 +1,9 @@
-"""Fuzz everything that reads foreign bytes or arguments, with libFuzzer.
+"""Fuzz everything that reads foreign bytes, with libFuzzer.
 
 `python_targets` reads files and messages in Python, `native_targets` restores states and files into
-contexts, `entry_point_calls` calls the functions of plk.h; these run with Atheris (`program`). The
-C++ code that reads a cache file is compiled with clang (`libfuzzer`). Each target runs in a process
-of its own. A crash, a hang, or any result except success and this package's errors is a finding.
+contexts; these run with Atheris (`program`). The C++ code that reads a cache file is compiled with
+clang (`libfuzzer`). Each target runs in a process of its own. A crash, a hang, or any result except
+success and this package's errors is a finding.
 
 To add a target, write a function that returns a `Target`, and name it in `TARGETS`.
 """
@@ -34,7 +34,6 @@ TARGETS = {
     "wire": "python_targets:messages",
     "restore": "native_targets:restored",
     "kept": "native_targets:kept",
-    "entry-points": "entry_point_calls:entry_points",
 }
 HEADER = "kept-header"
 

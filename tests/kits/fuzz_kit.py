@@ -6,10 +6,8 @@ import os
 import time
 from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import Any
 
 from pyllamakv.errors import StateError
-from qa.fuzzing import entry_point_calls
 from qa.fuzzing.target import Target
 
 
@@ -90,49 +88,3 @@ def fussy(_folder: Path) -> Target:
         raise StateError("no 7")
 
     return Target(run, (b"valid",))
-
-
-class Faulty:
-    """Wrap a library with one faulty call."""
-
-    def __init__(self, lib: Any, name: str, wrong: Any) -> None:
-        self._lib, self._name, self._wrong = lib, name, wrong
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(self._lib, name)
-        if name != self._name:
-            return real
-        return lambda *arguments: self._wrong(real, *arguments)
-
-
-def _faulty(folder: Path, name: str, wrong: Any) -> Target:
-    target = entry_point_calls.entry_points(folder)
-    world = target.run.__self__.world  # type: ignore[attr-defined]
-    world.lib = Faulty(world.lib, name, wrong)
-    return target
-
-
-def entry_dies(folder: Path) -> Target:
-    """Return the entry points, one of which asserts where it should refuse."""
-
-    def wrong(real: Any, context: Any, seq: int, *rest: int) -> int:
-        if seq > 100:
-            os.abort()
-        return int(real(context, seq, *rest))
-
-    return _faulty(folder, "plk_seq_rm", wrong)
-
-
-def entry_lies(folder: Path) -> Target:
-    """Return the entry points, one of which refuses after it has changed something."""
-
-    def wrong(real: Any, *arguments: Any) -> int:
-        real(*arguments)
-        return -1001
-
-    return _faulty(folder, "plk_seq_cp", wrong)
-
-
-def entry_unknown(folder: Path) -> Target:
-    """Return the entry points, one of which returns an unknown status."""
-    return _faulty(folder, "plk_update", lambda real, *arguments: real(*arguments) or -7)

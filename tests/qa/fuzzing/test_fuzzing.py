@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import signal
-import subprocess
-import sys
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,9 +21,7 @@ from pyllamakv.scenarios import synthetic_models
 from qa import fuzzing
 from qa.entry import StressOptions
 from qa.fuzzing import libfuzzer, native_targets
-from qa.fuzzing.call_generator import EXCLUDED, CallGenerator
 from qa.fuzzing.libfuzzer import FuzzResult
-from qa.fuzzing.signatures import entries
 from qa.fuzzing.target import Target, WrongAnswer
 
 if TYPE_CHECKING:
@@ -35,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("fuzz_targets")
 
-NATIVE = ("restore", "kept", "entry-points")
+NATIVE = ("restore", "kept")
 READERS = [name for name in fuzzing.TARGETS if name not in NATIVE]
 
 
@@ -265,55 +259,6 @@ def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(fuzzing, "home", lambda: tmp_path)
     (entry,) = fuzzing.entries(StressOptions(seconds=2, only=(fuzzing.HEADER,)), lambda _: None)
     assert entry.skip_reason.startswith("skipped: found no clang") and not entry.ran
-
-
-def test_entry_points_are_read_from_the_header() -> None:
-    """The calls cover all functions of plk.h, and one that is added to it."""
-    generator = CallGenerator(entries())
-    drawn = {name for n in range(300) for name, _ in generator.calls(n.to_bytes(2, "big"))[1]}
-    assert drawn == set(entries()) - set(EXCLUDED)
-    text = "/* cdef begin */ int plk_new(plk_context *context, int64_t room, int32_t *out); " \
-           "/* cdef end */"  # fmt: skip
-    more = CallGenerator(entries(text))
-    name, words = more.call(Random(1))
-    assert name == "plk_new" and set(words) == {"context", "room", "out"}
-    assert more.entries["plk_new"].parameters[2].elements({"room": 7}) == 7
-
-
-def test_equal_inputs_draw_equal_calls() -> None:
-    """An input is a random seed, so it repeats the calls of a finding."""
-    generator = CallGenerator(entries())
-    assert generator.calls(b"\1\2") == generator.calls(b"\1\2") != generator.calls(b"\1\3")
-
-
-@pytest.mark.slow
-def test_a_write_past_a_buffer_of_entry_points_ends_the_process() -> None:
-    """The page after a buffer is not accessible."""
-    for at, status in ((4, 0), (5, -signal.SIGSEGV)):
-        code = (
-            "from qa.fuzzing.arena import Arena\n"
-            "from pyllamakv.native._plk import ffi\n"
-            "arena = Arena(1)\n"
-            f"arena.allocate(ffi.typeof('int32_t'), 5, [1, -2])[{at}] = 1\n"
-        )
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == status
-
-
-@pytest.mark.slow
-@pytest.mark.native
-@pytest.mark.usefixtures("patched")
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("entry_dies", "ERROR: libFuzzer: deadly signal"),
-        ("entry_lies", "WrongAnswer: after plk_seq_cp gave -1001"),
-        ("entry_unknown", "WrongAnswer: plk_update returned -7"),
-    ],
-)
-def test_planted_faults_of_entry_points_are_found(name: str, what: str, tmp_path: Path) -> None:
-    """They are a crash, a refused call that changed a state, and a code that plk.h lacks."""
-    (finding,) = fuzz(name, tmp_path, 240).findings.values()
-    assert finding.what.startswith(what)
 
 
 @pytest.mark.native
