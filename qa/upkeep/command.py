@@ -13,7 +13,7 @@ from pyllamakv.patching import series
 from pyllamakv.source import spec_resolver
 from pyllamakv.source.files import write_text_atomic
 from pyllamakv.source.store import open_store
-from qa.upkeep import ablation, page, queues, sample, watching
+from qa.upkeep import page, sample, watching
 from qa.upkeep.measurement import Measurement
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ def upkeep(
     seed: int = typer.Option(1, help="Random seed of the sample; default: 1."),
     state: list[str] = typer.Option([], "--state", help="Choose this state instead of a sample."),
     verify: bool = typer.Option(False, "--verify", help="Build and check the sample."),
-    queue: list[str] = typer.Option(
-        [], "--queue", help="Measure each mechanism for: ours, runner, mesh, binding."
-    ),
     watch: list[str] = typer.Option(
         [], "--watch", help="Time watches of this release on a local remote."
     ),
@@ -46,8 +43,6 @@ def upkeep(
 
     with progress() as report:
         measurement = Measurement(open_store(), series.load(), report)
-        if queue:
-            return _ablate(queue, measurement, report, write)
         if watch:
             return _watch(watch, measurement, report, write)
         before = page.states(write.read_text("utf-8")) if write and write.is_file() else 0
@@ -64,7 +59,7 @@ def upkeep(
             verified = sample.verify(chosen, measurement, report)
         else:
             verified = sample.current(measurement, chosen if count or state else None)
-    text = page.page(found, hooks, verified, ablation.kept(), watching.kept())
+    text = page.page(found, hooks, verified, watching.kept())
     if write is not None:
         write_text_atomic(write, text)
     if as_json:
@@ -77,23 +72,6 @@ def upkeep(
     if verify and any(one.verdict == "broken-carry" for one in verified):
         raise typer.Exit(1)
     return None
-
-
-def _ablate(
-    names: list[str], measurement: Measurement, report: Progress, write: Path | None
-) -> None:
-    """Switch off each mechanism for the named queues, and write the section of the page."""
-    from pyllamakv.cli.stdout import write_lines
-
-    known = (ablation.OURS, *queues.SHAPES)
-    strange = next((name for name in names if name not in known), None)
-    if strange is not None:
-        raise UsageError(f"there is no queue {strange!r}: expected one of {', '.join(known)}")
-    ablation.run(names, measurement, report)
-    rows = ablation.kept()
-    if write is not None:
-        write_text_atomic(write, page.with_mechanisms(write.read_text("utf-8"), rows))
-    write_lines(page.mechanisms(rows))
 
 
 def _watch(

@@ -165,12 +165,6 @@ class Measurement:
             found += (self.measure(release, mode, fits) for mode in MODES)
         return found
 
-    def code(self, *more: Path, ports: bool) -> str:
-        """Return the digest of the code that determines a result, and of the ports if they do."""
-        texts = [self._code, *(path.read_text("utf-8") for path in more)]
-        texts += [port.digest for each in self.whole for port in each.ports] if ports else []
-        return hashlib.sha256("\0".join(texts).encode()).hexdigest()
-
     def forget(self) -> None:
         """Remove the results that this run did not use, of former ports and code."""
         self._known = {key: self._known[key] for key in self._known if key in self._used}

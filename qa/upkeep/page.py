@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from qa.upkeep.ablation import CARRYING, NOTHING, OURS, PLACING, STEPS
 from qa.upkeep.measurement import (
     CARRY_FIRST,
     FORWARD,
@@ -16,14 +15,12 @@ from qa.upkeep.measurement import (
     RECENT,
     TODAY,
 )
-from qa.upkeep.queues import SHAPES
 from qa.upkeep.sample import STEPS as TIMED
 from qa.upkeep.watching import lines as _watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from qa.upkeep.ablation import Ablated
     from qa.upkeep.measurement import Hook, Measured
     from qa.upkeep.sample import Verified
     from qa.upkeep.watching import WatchTime
@@ -76,27 +73,6 @@ enough; the places of the hooks were chosen with knowledge of later releases. Th
 no older ports and is not measured forward.
 """
 
-_MECHANISMS = """\
-## Mechanisms
-
-One mechanism of carrying and placing after another is switched off (`python -m qa upkeep --queue
-NAME --write docs/upkeep.md`): for our series on fetched states, the newest first, and for three
-queues that the command generates, with edits that a script can repeat on any state. They have
-the shapes of queues that others carry: *runner* as ollama's ({runner} mails on models, cache,
-ggml and multimodal code), *mesh* as Mesh-LLM's ({mesh} on common, server and RPC), and
-*binding* as java-llama.cpp's ({binding} on common and server). Each mail is applied alone to
-{steps} states since b6845. *Leave one out* has its ports for the other states, *forward* those
-for older states, and *carry first* those of *forward* that do not fit the state. The numbers
-are sums over the three modes.
-
-A cell has three numbers. *Gained* are right trees that only a run with the mechanism makes, *lost*
-are right trees that it refuses, and *wrong* are wrong trees that only a run without it makes. A
-tree of a queue is right if it is that of the script, or if the changes are in functions of the
-same names, with the variables that they use. A tree of our series is wrong if it has other changed
-lines than a port that fits strictly today; without such a port, it is not counted. Nothing was
-built.
-"""
-
 _WATCHES = """\
 ## Time of a watch
 
@@ -105,30 +81,6 @@ shipped series: a new commit on the tree of a release, from an empty data direct
 without a compiler cache of these files, and then the same commit again. The targets on two cores
 are 10 minutes and 60 s. CPU time is that of all processes of the watch. The load is the mean of 15
 minutes at the end: above 2, other jobs had a part of the two cores.
-"""
-
-#: Why mechanisms were removed, and others stay that the table does not require.
-_REMOVED = """\
-Two mechanisms were removed because no queue needs them and they prevent no wrong carry: the
-comparison of the data members of a class in which a patch defines a function, which refused nine
-right trees of earlier mails of *runner*, and the search for names that a function declares in the
-base only. On 29 November 2026, every mode had the same states and patches that require manual work
-with and without them, over 27 states. Their empty cells were not measured with the present mails.
-
-What `check` reports was tried on 29 November 2026. The six wrong trees of our series include a
-header that the state lacks: they do not compile, so the verdict is `broken-carry`. The 27 of
-*runner* are of mails that add a function which copies an object member by member. They apply
-strictly to a state whose class has other members, which no rule finds. Three copy a member that
-the state lacks, and do not compile. The others miss new members; the three that were tried compile.
-Nothing calls the function, so the machine code is that of stock (compared for one), and only a
-scenario that uses the copy can fail.
-
-Others remain although no queue of mails needs them. On 28 November 2026, they were measured for our
-series over 27 states. Without equal changes of upstream, one state more requires manual work in
-*leave one out* and in *forward*. Without renamed functions or files, 10 of 32 patches are not
-carried. Without the names that a patch uses, 9 more carried patches differ from a port that fits.
-Markers select the port for a layout of the sources. The nearest base first carries a fork whose
-date is newer than its content. A change that is present is refused because a tree may be patched.
 """
 
 
@@ -142,7 +94,6 @@ def page(
     found: Sequence[Measured],
     hooks: Sequence[Hook] = (),
     verified: Sequence[Verified] = (),
-    ablated: Mapping[tuple[str, str], Ablated] | None = None,
     watched: Sequence[WatchTime] = (),
 ) -> str:
     """Return the page."""
@@ -178,24 +129,14 @@ def page(
             facts = (one.release, one.date[:10], _HEADINGS[one.mode], ", ".join(manual), cause)
             lines.append(f"| {' | '.join(facts)} | {shares} |")
     lines += ["", "## Hooks", "", *_hooks(hooks)]
-    lines += ["", *mechanisms(ablated or {})]
     lines += ["", "## Verified sample", "", *_sample(verified)]
     lines += ["", *watches(watched)]
     return "\n".join([*lines, ""])
 
 
-def with_mechanisms(text: str, ablated: Mapping[tuple[str, str], Ablated]) -> str:
-    """Return a page with another section of mechanisms."""
-    return _with_section(text, mechanisms(ablated))
-
-
 def with_watches(text: str, watched: Sequence[WatchTime]) -> str:
-    """Return a page with another section of timed watches."""
-    return _with_section(text, watches(watched))
-
-
-def _with_section(text: str, lines: Sequence[str]) -> str:
-    """Replace the section with the heading of these lines, or add it at the end."""
+    """Return a page with another section of timed watches; it is added at the end if it lacks."""
+    lines = watches(watched)
     before, _, rest = text.partition(f"{lines[0]}\n")
     after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
     parts = (
@@ -207,44 +148,6 @@ def _with_section(text: str, lines: Sequence[str]) -> str:
 def watches(watched: Sequence[WatchTime]) -> list[str]:
     """Return the section of timed watches."""
     return [*_WATCHES.splitlines(), "", *_watched(watched)]
-
-
-def mechanisms(ablated: Mapping[tuple[str, str], Ablated]) -> list[str]:
-    """Return the section of mechanisms: a row for each, and a column for each measured queue."""
-    counts = {name: shape.mails for name, shape in SHAPES.items()}
-    lines = _MECHANISMS.format(steps=len(STEPS), **counts).splitlines()
-    names = [name for name in (OURS, *SHAPES) if (name, NOTHING) in ablated]
-    if not names:
-        return [*lines, "", "Nothing was measured yet."]
-    whole = [ablated[name, NOTHING] for name in names]
-    heads = (f"{one.queue} ({one.parts} {_part(one.queue)})" for one in whole)
-    lines += ["", f"| switched off | {' | '.join(heads)} |", f"|{'---|' * (len(names) + 1)}"]
-    total = " | ".join(f"{one.good} right, {one.wrong} wrong" for one in whole)
-    lines.append(f"| nothing | {total} |")
-    for mechanism in dict.fromkeys(each for _, each in ablated if each != NOTHING):
-        cells = [ablated.get((name, mechanism)) for name in names]
-        shown = (f"{one.gained} / {one.lost} / {one.allowed}" if one else "" for one in cells)
-        gone = "" if mechanism in {*CARRYING, *PLACING} else " (removed)"
-        lines.append(f"| {mechanism}{gone} | {' | '.join(shown)} |")
-    lines += ["", *_REMOVED.splitlines()]
-    carried = sum(one.carried for one in whole)
-    alarms = sum(one.alarms for one in whole)
-    lines += [
-        "",
-        "`patch rebase --continue` reports each line that a resolution deletes and the port before",
-        f"keeps. The carried ports of these runs have a report in {alarms} of {carried} cases. The",
-        "ports that the scripts write, and those of our series, have one where the changed lines",
-        "differ from those of the port before:",
-        "",
-        "| queue | ports with other changed lines | with a report |",
-        "|---|---|---|",
-        *(f"| {one.queue} | {one.resolved} | {one.resolved_alarms} |" for one in whole),
-    ]
-    return lines
-
-
-def _part(queue: str) -> str:
-    return "states" if queue == OURS else "mails"
 
 
 def _limits(found: Sequence[Measured]) -> list[str]:
