@@ -40,6 +40,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "columns q8_0": {"flash_attn": False, "type_k": "q8_0"},
 }
 COMBINATIONS = list(itertools.product(MOVERS, PLANS, POLICIES, KINDS))
+#: Quick tests have any two values together: a Latin square of movers and kinds, each with a plan.
+PAIRWISE = {
+    (mover, PLANS[(m // 2 + k) % 2], POLICIES[(m + k) % 4], kind)
+    for m, mover in enumerate(MOVERS)
+    for k, kind in enumerate(KINDS)
+}
 
 
 def native_opener(model: kv.Model, **options: Any) -> operation_cases.Opener:
@@ -223,7 +229,11 @@ def unguarded(patched: Variant) -> Iterator[kv.Model]:
 
 @pytest.mark.native
 @pytest.mark.parametrize(
-    ("mover", "plan", "policy", "kind"), COMBINATIONS, ids=[" ".join(each) for each in COMBINATIONS]
+    ("mover", "plan", "policy", "kind"),
+    [
+        pytest.param(*each, id=" ".join(each), marks=() if each in PAIRWISE else pytest.mark.slow)
+        for each in COMBINATIONS
+    ],
 )
 def test_every_combination_passes(
     opened: kv.Model, mover: Any, plan: Any, policy: Any, kind: str
