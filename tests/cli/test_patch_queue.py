@@ -75,6 +75,7 @@ def upstream(tmp_path: Path) -> str:
     return f"git:{remote}@main"
 
 
+@pytest.mark.slow
 def test_bisect_finds_the_commit_of_a_local_repository(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_bisect_finds_the_commit_of_a_local_repository(
     assert (code_, "contains the other one" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_newest_finds_the_commit_that_ends_a_series(run: Run, tmp_path: Path) -> None:
     """Between two releases of one history, its commits are searched; few are fetched."""
     remote = repository(tmp_path / "llama.cpp", OLD)

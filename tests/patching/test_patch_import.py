@@ -450,6 +450,7 @@ def test_a_commit_can_be_the_base(
         patch_import.import_patch(file, "more", [moved], folder=own, store=bench.store)
 
 
+@pytest.mark.slow
 def test_second_import_of_the_same_mails_is_refused(bench: SeriesSandbox, tmp_path: Path) -> None:
     """The patches that the series has are named, also if a later one changes the same lines."""
     then = NEW | {"src/a.cpp": numbered(60, l10="y"), "src/new.h": b"// new\n"}
