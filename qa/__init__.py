@@ -10,7 +10,7 @@ SECTIONS = {
     "slips": "Slips of a maintainer: a quick scenario, a header test or a quick test detects each.",
     "fuzzing": "Random bytes for every parser, in Python and in C++.",
     "native_calls": "Native calls at the boundaries of their arguments, on every kind of memory.",
-    "faults": "Kills, full disks, limits and lost workers, injected at random points.",
+    "faults": "Kills, full disks and limits, injected at random points.",
     "interrupts": "Random operations that a signal interrupts, compared with cells and logits.",
     "sanitizers": "Address, undefined-behaviour and thread sanitizers, each with a planted bug.",
     "leaks": "Memory and file descriptors over many contexts and decodes.",

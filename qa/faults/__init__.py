@@ -3,7 +3,7 @@
 One operation of the product at a time (`steps`) runs in a child process in which the n-th change of
 a file fails (`preload`, `attempt`). The order of n is random, and usually the time limit ends the
 run before all n were used (`fault_injection`); an entry reports the number of tested and possible
-faults. `process_kill` kills workers and servers. Only faults that had an effect are counted.
+faults. Only faults that had an effect are counted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ _STATES: Final = ("state store", "checkpoints")
 #: From this time limit in seconds, releases of other eras are tested.
 LONG: Final = 1800.0
 _JUDGED: Final = {"matrix": "result_writing:Matrix"}
-_KILLED_PROCESSES: Final = ("workers", "servers")
 #: Entries about one kind of fault on all steps.
 _ACROSS: Final = {
     "two at once": ("stop",),
@@ -59,8 +58,6 @@ _ACROSS: Final = {
     "full disks": ("room", "fsize"),
     "little memory": ("memory",),
 }
-#: Share of the time for workers and for servers.
-_SHARE: Final = 0.08
 _WORDS: Final = {
     "kill": "kills of everything",
     "one": "kills of one process",
@@ -72,14 +69,13 @@ _WORDS: Final = {
     "room": "disks with little space",
     "fsize": "limits of the file size",
     "memory": "limits of memory",
-    "lost": "lost",
 }
 
 
 def names() -> tuple[str, ...]:
     """Return the names of all families of faults."""
     each = (f"{step} {release}" for step in _CACHES for release in lockfile.known())
-    return (*_ALONE, *_NATIVE, *_JUDGED, *_ACROSS, *_KILLED_PROCESSES, *each)
+    return (*_ALONE, *_NATIVE, *_JUDGED, *_ACROSS, *each)
 
 
 def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
@@ -96,7 +92,7 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
     for name, found in later.items():
         if found is None:
             lacks[name] = f"it is not built; run: pyllamakv build {name.rpartition(' ')[2]}"
-    records = [*_walked(effort, sides, lacks, later, tick), *_lost(effort, sides[1], tick)]
+    records = _walked(effort, sides, lacks, later, tick)
     refused = {record.step for record in records if record.kind == "none" and not record.defects}
     lacks |= dict.fromkeys(refused, "this release does not support it")
     made = []
@@ -110,8 +106,6 @@ def entries(effort: StressOptions, tick: Tick) -> list[Entry]:
         lack = ", ".join(_WORDS[kind] for kind in kinds if kind not in tried)
         entry = _entry(name, mine, effort)
         made.append(replace(entry, skip_reason=f"skipped: {lack}" if lack else ""))
-    for name in _KILLED_PROCESSES:
-        made.append(_entry(name, [r for r in records if r.step == name], effort))
     shown = [each for each in made if not _empty(each) or effort.wants(each.name)]
     late = "the time limit was reached: increase --seconds"
     return [
@@ -130,9 +124,7 @@ def _lacks(stock: Path | None, patched: Path | None) -> dict[str, str]:
 
     build = f"run: pyllamakv build {TEST_RELEASE}"
     if patched is None:
-        return dict.fromkeys(
-            (*_NATIVE, *_JUDGED, *_KILLED_PROCESSES), f"{SPEC} is not built; {build}"
-        )
+        return dict.fromkeys((*_NATIVE, *_JUDGED), f"{SPEC} is not built; {build}")
     if stock is None:
         return dict.fromkeys(_JUDGED, f"{STOCK} is not built; {build}")
     if not open_store().has(spec_resolver.resolve(TEST_RELEASE)):
@@ -192,9 +184,8 @@ def _walked(
     kinds = [kind for pair in zip_longest(files, across) for kind in pair if kind is not None]
     if not wanted or not kinds:
         return []
-    seconds = effort.seconds * (1 - 2 * _SHARE)
     return preloaded_process.run_injections(
-        wanted, kinds, seconds=seconds, seed=effort.seed, tick=tick
+        wanted, kinds, seconds=effort.seconds, seed=effort.seed, tick=tick
     )
 
 
@@ -203,17 +194,6 @@ def _model(step: str) -> Path:
     from pyllamakv.scenarios import synthetic_models
 
     return synthetic_models.model("recurrent" if step in _STATES else "tiny")
-
-
-def _lost(effort: StressOptions, folder: Path | None, tick: Tick) -> list[InjectionRecord]:
-    """Kill the selected processes, if the builds are available."""
-    from qa.faults import process_kill
-
-    if folder is None:
-        return []
-    losing = zip(_KILLED_PROCESSES, (process_kill.workers, process_kill.servers), strict=True)
-    seconds = effort.seconds * _SHARE
-    return [lose(folder, seconds, effort.seed, tick) for name, lose in losing if effort.wants(name)]
 
 
 def _entry(name: str, records: Sequence[InjectionRecord], effort: StressOptions) -> Entry:
@@ -235,7 +215,7 @@ def _entry(name: str, records: Sequence[InjectionRecord], effort: StressOptions)
         row={
             "faults": f"{struck:,}",
             "of them": listed,
-            "tried": f"{tried:,} of {places:,} places" if places else f"{tried:,}",
+            "tried": f"{tried:,} of {places:,} places",
             "without effect": f"{tried - struck:,}",
             "repeats that worked": f"{repeated:,}",
             "seconds": f"{seconds:.0f}",

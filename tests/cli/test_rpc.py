@@ -60,6 +60,28 @@ def test_cache_on_an_rpc_server_gives_local_logits(patched: Variant) -> None:
 
 
 @pytest.mark.slow
+def test_a_server_that_stops_answering_ends_the_call_after_the_timeout(patched: Variant) -> None:
+    """Its connection stays open, so that nothing else ends the wait."""
+    with (
+        kv.serve_rpc(patched.folder, threads=1) as server,
+        kv.open(patched.folder, backend="rpc", timeout=60.0) as lib,
+    ):
+        model = lib.load_model(
+            synthetic_models.model("grouped"), n_gpu_layers=ALL, rpc_servers=server.endpoint
+        )
+        ctx = model.context(n_ctx=256)
+        lib.native.timeout = 1.0  # type: ignore[attr-defined]
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(kv.WorkerTimeout):
+                ctx.decode(ctx.sequence().feed(TOKENS))
+            with pytest.raises(kv.WorkerTimeout):
+                lib.devices()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
 def test_layers_are_distributed_over_two_servers(patched: Variant) -> None:
     """Each holds half of the model and of its cache; without either one, calls fail."""
     with (

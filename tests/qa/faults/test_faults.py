@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from pyllamakv.building import variant
-from pyllamakv.errors import HarnessError, WorkerDied, WorkerTimeout
+from pyllamakv.errors import HarnessError
 from pyllamakv.runtime import state
 from pyllamakv.runtime.sequence import Sequence
 from pyllamakv.scenarios import synthetic_models
 from qa import faults
 from qa.entry import StressOptions
-from qa.faults import preloaded_process, process_kill
+from qa.faults import preloaded_process
 from qa.faults.attempt import AttemptResult
 from qa.faults.fault_injection import FILES, InjectionRecord
 from qa.faults.steps import caching
@@ -154,9 +150,9 @@ def test_step_without_changes_or_build_has_a_reason(monkeypatch: pytest.MonkeyPa
     assert found["memory"].tried and not found["memory"].defects
     assert not faults._empty(faults._entry("x", [found["kill"]], StressOptions()))
     monkeypatch.setattr(variant, "find", lambda *_: None)
-    effort = StressOptions(seconds=1.0, only=("keeping", "matrix", "workers"))
+    effort = StressOptions(seconds=1.0, only=("keeping", "matrix"))
     lacking = faults.entries(effort, lambda _: None)
-    assert [entry.name for entry in lacking] == ["keeping", "matrix", "workers"]
+    assert [entry.name for entry in lacking] == ["keeping", "matrix"]
     assert all("skipped: 0.3.9+patched is not built" in e.skip_reason for e in lacking)
 
 
@@ -164,7 +160,6 @@ def test_a_skipped_kind_of_fault_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     """If no disk can be mounted, file size limits are only a weak test of full disks."""
     met = [InjectionRecord("x", "fsize", tried=3, struck=2)]
     monkeypatch.setattr(faults, "_walked", lambda *_: met)
-    monkeypatch.setattr(faults, "_lost", lambda *_: [])
     effort = StressOptions(only=("full disks",))
     (entry,) = faults.entries(effort, lambda _: None)
     assert entry.ran and entry.skip_reason == "skipped: disks with little space"
@@ -194,30 +189,6 @@ def test_fault_entry_counts_all_places() -> None:
     assert whole["kill"].places == whole["kill"].tried == short["kill"].places
     row = faults._entry("x", list(short.values()), StressOptions()).row
     assert row["tried"] == f"1 of {2 * short['eio'].places} places"
-    assert (
-        faults._entry("x", [InjectionRecord("workers", "lost", tried=4)], StressOptions()).row[
-            "tried"
-        ]
-        == "4"
-    )
-
-
-@pytest.mark.parametrize("last", [1.0, 2.0])
-def test_different_last_repeat_is_a_defect(last: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No later repeat would detect data that the last one lost."""
-    logits = iter([1.0, 1.0, last])
-    monkeypatch.setattr(process_kill, "_logits", lambda _: np.array([next(logits)]))
-    monkeypatch.setattr(process_kill, "_strike", lambda *_: "")
-
-    @contextlib.contextmanager
-    def opened() -> Iterator[tuple[Any, int]]:
-        yield SimpleNamespace(context=lambda **_: contextlib.nullcontext()), 0
-
-    record = InjectionRecord("workers", "lost")
-    signals = {signal.SIGKILL: WorkerDied, signal.SIGABRT: WorkerDied}
-    process_kill._lose(record, opened, signals, 0.0, 1, lambda _: None)
-    wrong = [] if last == 1.0 else ["workers: the last repeat returned other logits"]
-    assert (record.defects, record.repeated) == (wrong, 2 - len(wrong))
 
 
 @pytest.mark.slow
@@ -227,30 +198,6 @@ def test_disturbed_matrix_has_the_same_results(stock: Variant, patched: Variant)
     (matrix,) = faults.entries(StressOptions(seconds=2.0, seed=3, only=("matrix",)), lambda _: None)
     assert matrix.defects == ()
     assert matrix.data["faults"] == matrix.data["repeated"] >= 1
-
-
-@pytest.mark.slow
-@pytest.mark.native
-def test_lost_worker_raises_the_expected_error(
-    patched: Variant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each way to lose a worker has its own error; another kind of error is a defect."""
-    found = process_kill.workers(patched.folder, 0.0, 1, lambda _: None)
-    assert found.defects == []
-    assert found.tried == found.struck == found.repeated == 4
-    assert found.errors == {"WorkerDied": 3, "WorkerTimeout": 1}
-    monkeypatch.setattr(process_kill, "_WORKER", {signal.SIGKILL: WorkerTimeout})
-    planted = process_kill.workers(patched.folder, 0.0, 1, lambda _: None)
-    assert "WorkerDied instead of WorkerTimeout" in planted.defects[0]
-
-
-@pytest.mark.slow
-@pytest.mark.native
-def test_lost_server_raises_the_expected_error(patched: Variant) -> None:
-    """A server that ended is DeviceLost, a silent one a timeout."""
-    found = process_kill.servers(patched.folder, 0.0, 1, lambda _: None)
-    assert found.defects == []
-    assert found.errors == {"DeviceLost": 1, "WorkerTimeout": 1}
 
 
 @pytest.mark.slow
