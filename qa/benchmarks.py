@@ -23,7 +23,6 @@ GROUPS = {
     "managers": ("manager_overhead", True),
     "threads": ("busy_machine", False),
     "signals": ("interrupts", False),
-    "reuse": ("reuse", False),
     "peers": ("cache_peers", False),
     "mapped": ("mapped_memory", False),
     "identity": ("identity", False),
@@ -51,9 +50,8 @@ def bench(
     `moving` defragments caches, `sparse` and `server` compact them, `mapped` maps them to files.
     `identity` computes the digest of a model. `managers` compares cache managers with decodes by
     hand, `threads` numbers of threads beside busy processes, and `signals` how long a signal waits
-    for a decode. `reuse` counts what a burst of users and a cancelled prompt reuse. `hardware`
-    builds for a device, repeats `moving` and `sparse` on it, and runs scenarios in few settings,
-    also those of llama-server.
+    for a decode. `hardware` builds for a device, repeats `moving` and `sparse` on it, and runs
+    scenarios in few settings, also those of llama-server.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -127,18 +127,6 @@ CLAIMS: dict[str, tuple[str, str]] = {
         "Eviction",
         r"^(mooncake_conversation, \d0|(agents|shifting), \d+) %, `adaptive`",
     ),
-    "Users who submit prompts with a common prefix together evaluate it once": (
-        "Reuse",
-        "^a burst",
-    ),
-    "None of these users waits longer than the bound of a deferral": (
-        "Reuse",
-        "^the longest wait",
-    ),
-    "A prompt of a hybrid memory that is cancelled repeatedly is complete after at most 8 tries": (
-        "Reuse",
-        "^a hybrid prompt",
-    ),
     "A known prefix of 1,000 tokens takes at most 5 % of the time of evaluating it": (
         "Peers",
         "over evaluating them",

@@ -25,13 +25,32 @@ from pyllamakv.errors import (
     UsageError,
 )
 from pyllamakv.scenarios import synthetic_models
-from qa.bench.reuse import COMMON, burst, reused
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pyllamakv.cache.generation import Generation
     from pyllamakv.runtime.context import Context
+
+
+USERS = 8
+#: Tokens that all users have in common.
+COMMON = [1 + (7 * i * i + i) % 60 for i in range(400)]
+
+
+def burst(batcher: Batcher) -> list[Generation]:
+    """Complete the prompts of 8 users, which are submitted together."""
+    tails = [[1 + 7 * i % 60, 1 + (5 * i + 1) % 60, *range(1, 10 + i)] for i in range(USERS)]
+    users = [batcher.submit([*COMMON, *tail], 4, stop_at_end=False) for tail in tails]
+    batcher.run()
+    assert {one.finish_reason for one in users} == {"length"}
+    return users
+
+
+def reused(users: list[Generation]) -> float:
+    """Return the share of the possible reuse: all but the first one reuse what they share."""
+    found = sum(min(one.cached or 0, len(COMMON)) for one in users)
+    return found / ((USERS - 1) * len(COMMON))
 
 
 def context(folder: Path, memory: MemoryType, **options: Any) -> Context:
@@ -176,16 +195,20 @@ def test_prompts_of_other_salts_do_not_wait(tmp_path: Path) -> None:
 @pytest.mark.native
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("spec", "name"),
+    ("spec", "name", "options"),
     [
-        ("0.3.9+patched", "sliding"),
-        ("0.3.9+patched", "recurrent"),
-        ("b11549+patched", "tiny"),
-        ("b11549+patched", "sliding"),
-        ("b11549+patched", "hybrid"),
+        ("0.3.9+patched", "sliding", {}),
+        ("0.3.9+patched", "recurrent", {}),
+        ("b11549+patched", "tiny", {}),
+        ("b11549+patched", "tiny", {"kv_unified": False}),
+        ("b11549+patched", "sliding", {}),
+        ("b11549+patched", "sliding", {"swa_full": True}),
+        ("b11549+patched", "hybrid", {}),
     ],
 )
-def test_a_burst_reuses_its_prefix_in_real_memories(spec: str, name: str) -> None:
+def test_a_burst_reuses_its_prefix_in_real_memories(
+    spec: str, name: str, options: dict[str, bool]
+) -> None:
     """The texts are those of prompts that are evaluated alone."""
     with (
         kv.open(built(spec).folder) as library,
@@ -193,7 +216,7 @@ def test_a_burst_reuses_its_prefix_in_real_memories(spec: str, name: str) -> Non
     ):
         found = []
         for defer in (MAX_DEFER, 0):
-            ctx = model.context(n_ctx=4096, n_batch=64, n_ubatch=64, n_seq_max=9, n_threads=1)
+            ctx = model.context(4096, 64, 64, USERS + 1, 1, **options)
             with ctx, kv.PrefixCache(ctx) as cache, Batcher(cache, max_defer=defer) as batcher:
                 users = burst(batcher)
                 cache.check()

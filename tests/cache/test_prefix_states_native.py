@@ -11,7 +11,6 @@ from native_kit import built
 
 import pyllamakv as kv
 from pyllamakv.scenarios import synthetic_models
-from qa.bench.reuse import CancelledPrompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,6 +133,22 @@ def test_a_batcher_reuses_as_much_as_with_attention(model: kv.Model, manager: An
     assert reused[1:3] == turns
     assert reused[3] in (0, 120)  # the first divergence: later ones find a state there
     assert reused[4:] == [*turns, 120, *turns, 120, *turns]
+
+
+class CancelledPrompts:
+    """Cancel decodes of a library: the one in which more than ``left`` tokens are decoded."""
+
+    def __init__(self, native: Any) -> None:
+        self.left = 1 << 30
+        decode = native.decode
+
+        def counting(handle: Any, tokens: Any, *others: Any) -> int:
+            self.left -= len(tokens)
+            native.cancel_after(handle, 0 if self.left < 0 else -1)
+            code: int = decode(handle, tokens, *others)
+            return code
+
+        native.decode = counting
 
 
 @pytest.mark.slow
