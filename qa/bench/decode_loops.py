@@ -38,7 +38,7 @@ def ours(variant: Variant, model: Path, work: Workload) -> Iterator[Runner]:
             n_seq_max=work.sequences,
             n_threads=1,
         ) as context,
-        loaded.sampler(**work.sampler) as sampler,
+        loaded.sampler() as sampler,
     ):
         sequences = [context.sequence() for _ in range(work.sequences)]
         loop = _loop(context, sampler, sequences, work)

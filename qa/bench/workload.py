@@ -5,25 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from pyllamakv.errors import HarnessError
 
-Kind = Literal["greedy", "chained", "grammar", "logprobs", "logits", "prompt"]
+Kind = Literal["greedy", "logits", "prompt"]
 
-#: Options of the samplers, which ``native/loop.c`` has as well.
-SAMPLERS: Final[dict[str, dict[str, Any]]] = {
-    "chained": {
-        "penalty_last_n": 64,
-        "penalty_repeat": 1.1,
-        "top_k": 40,
-        "top_p": 0.95,
-        "temperature": 0.8,
-        "seed": 7,
-    },
-    "grammar": {"grammar": "root ::= [a-z ]*"},
-    "logprobs": {"top_logprobs": 5},
-}
 #: Sizes of the batches that a prompt is decoded in.
 PIECE = 128
 
@@ -32,10 +19,8 @@ PIECE = 128
 class Workload:
     """A loop: ``steps`` tokens in each of ``sequences``, or a prompt of ``steps`` tokens.
 
-    ``greedy`` continues with the most likely token, ``chained`` with one that a chain of samplers
-    draws, and ``grammar`` with the most likely one of a grammar. ``logprobs`` is greedy, with the
-    log-probabilities of five tokens. ``logits`` reads the first logit of each output. ``peers`` are
-    the compared interfaces of llama-cpp-python.
+    ``greedy`` continues with the most likely token, ``logits`` reads the first logit of each
+    output. ``peers`` are the compared interfaces of llama-cpp-python.
     """
 
     name: str
@@ -47,14 +32,9 @@ class Workload:
     burst: int = 0
 
     @property
-    def sampler(self) -> dict[str, Any]:
-        """Return the options of the sampler."""
-        return SAMPLERS.get(self.kind, {})
-
-    @property
     def samples(self) -> bool:
         """Return whether the result is the last tokens."""
-        return self.kind not in ("logits", "prompt")
+        return self.kind == "greedy"
 
     @property
     def n_batch(self) -> int:

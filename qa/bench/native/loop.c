@@ -1,8 +1,6 @@
 // Reference for the decode loop in Python, in plain C with upstream's llama.h: one llama_batch that
-// is refilled for each step, and upstream's sampler chains.
+// is refilled for each step, and upstream's greedy sampler.
 #include "llama.h"
-
-#include <math.h>
 
 static struct llama_model *model;
 static struct llama_context *ctx;
@@ -54,72 +52,6 @@ int greedy(int32_t n_seq, int32_t steps, int32_t *tokens, float *last) {
         const int code = llama_decode(ctx, batch);
         if (code) return code;
         for (int32_t k = 0; k < n_seq; k++) tokens[k] = llama_sampler_sample(chain, ctx, k);
-    }
-    return 0;
-}
-
-// Continue one sequence with the tokens of a sampler chain, which is freed.
-static int sampled(struct llama_sampler *with, int32_t steps, int32_t *tokens) {
-    int code = 0;
-    for (int32_t i = 0; i < steps && !code; i++) {
-        batch.n_tokens = 0;
-        put(tokens[0], i, 0, 1);
-        code = llama_decode(ctx, batch);
-        if (!code) tokens[0] = llama_sampler_sample(with, ctx, 0);
-    }
-    llama_sampler_free(with);
-    return code;
-}
-
-static struct llama_sampler *empty_chain(void) {
-    return llama_sampler_chain_init(llama_sampler_chain_default_params());
-}
-
-// Sample with penalties, top-k, top-p, a temperature and a seed.
-int chained(int32_t n_seq, int32_t steps, int32_t *tokens, float *last) {
-    (void) n_seq, (void) last;
-    struct llama_sampler *with = empty_chain();
-    llama_sampler_chain_add(with, llama_sampler_init_penalties(64, 1.1f, 0.0f, 0.0f));
-    llama_sampler_chain_add(with, llama_sampler_init_top_k(40));
-    llama_sampler_chain_add(with, llama_sampler_init_top_p(0.95f, 1));
-    llama_sampler_chain_add(with, llama_sampler_init_temp(0.8f));
-    llama_sampler_chain_add(with, llama_sampler_init_dist(7));
-    return sampled(with, steps, tokens);
-}
-
-// Continue with the most likely token that a grammar accepts.
-int grammar(int32_t n_seq, int32_t steps, int32_t *tokens, float *last) {
-    (void) n_seq, (void) last;
-    struct llama_sampler *with = empty_chain();
-    struct llama_sampler *rules =
-        llama_sampler_init_grammar(llama_model_get_vocab(model), "root ::= [a-z ]*", "root");
-    if (!rules) return -3;
-    llama_sampler_chain_add(with, rules);
-    llama_sampler_chain_add(with, llama_sampler_init_greedy());
-    return sampled(with, steps, tokens);
-}
-
-// Continue greedily, and compute the log-probabilities of the five most likely tokens.
-int logprobs(int32_t n_seq, int32_t steps, int32_t *tokens, float *last) {
-    (void) n_seq;
-    const int32_t n = llama_vocab_n_tokens(llama_model_get_vocab(model));
-    for (int32_t i = 0; i < steps; i++) {
-        batch.n_tokens = 0;
-        put(tokens[0], i, 0, 1);
-        const int code = llama_decode(ctx, batch);
-        if (code) return code;
-        const float *row = llama_get_logits_ith(ctx, 0);
-        float best[5] = { -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY };
-        for (int32_t k = 0; k < n; k++) {
-            int at = 5;
-            while (at && best[at - 1] < row[k]) at--;
-            for (int m = 4; m > at; m--) best[m] = best[m - 1];
-            if (at < 5) best[at] = row[k];
-        }
-        double sum = 0.0;
-        for (int32_t k = 0; k < n; k++) sum += exp(row[k] - best[0]);
-        *last = (float) (best[4] - best[0] - log(sum));
-        tokens[0] = llama_sampler_sample(chain, ctx, 0);
     }
     return 0;
 }
