@@ -46,7 +46,7 @@ def bench(
     """Measure ratios side by side.
 
     `calls` and `loop` compare Python with C, `generation` several clients with
-    llama-cpp-python, and `peers` prompt caches with those of llama-cpp-python and llama-server.
+    llama-cpp-python, and `peers` prompt caches with those of llama-server.
     `moving` defragments caches, `sparse` and `server` compact them, `mapped` maps them to files.
     `identity` computes the digest of a model. `managers` compares cache managers with decodes by
     hand, `threads` numbers of threads beside busy processes, and `signals` how long a signal waits

@@ -1,4 +1,4 @@
-"""Compare the prompt caches of this package, llama-cpp-python and llama-server, in one run.
+"""Compare the prompt caches of this package and of llama-server, in one run.
 
 All of them use the libraries of one variant, one model, and the same sizes and prompts. Each round
 has new tokens, and the systems take turns. The time to the first token starts with the request: it
@@ -28,7 +28,6 @@ from pyllamakv.errors import HarnessError
 from pyllamakv.server.server_artifact import find_server
 from pyllamakv.server.server_client import ServerClient
 from pyllamakv.server.server_process import ServerProcess
-from qa.bench import peer_loops
 from qa.bench.figure import Figure
 from qa.bench.loop import built
 from qa.bench.measure import interval
@@ -51,19 +50,14 @@ _TEXT: Final = (
     "and once upon a time there was a little girl who lived in a house by the sea with her cat"
 )
 OURS, SERVE = "pyllamakv", "pyllamakv serve"
-SERVER, PEER = "llama-server", "llama-cpp-python"
+SERVER = "llama-server"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of the workloads, and the number of rounds."""
+    """The number of rounds, and of known tokens."""
 
     rounds: int = 5
-    chat: int = 200
-    system: int = 400
-    chats: int = 8
-    question: int = 24
-    answer: int = 8
     prefix: int = 1000
 
 
@@ -131,40 +125,6 @@ class Ours(ExitStack):
         """Close the context, which flushes the store, and open another one."""
         self.close()
         self._batcher = self._start()
-
-    resume = answer
-
-
-class LlamaCppPython:
-    """`Llama.create_completion` with a cache in RAM, or on disk in ``folder``."""
-
-    def __init__(self, variant: Variant, model: Path, folder: Path | None) -> None:
-        size = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_ubatch": N_BATCH}
-        threads = {"n_threads": THREADS, "n_threads_batch": THREADS}
-        self._variant = variant
-        self._said = {
-            "options": {"model_path": str(model), **size, **threads},
-            "folder": str(folder or ""),
-        }
-        self._stack = ExitStack()
-        self._ask = self._start()
-
-    def _start(self) -> peer_loops.Ask:
-        program = Path(__file__).with_name("completion_child.py")
-        return self._stack.enter_context(peer_loops.child(self._variant, program, self._said))
-
-    def answer(self, prompt: list[int], n: int) -> PeerAnswer:
-        """Complete a prompt; an end-of-generation token ends the answer."""
-        return PeerAnswer(**self._ask({"prompt": prompt, "n": n}))
-
-    def restart(self) -> None:
-        """End the process, and start it again."""
-        self.close()
-        self._ask = self._start()
-
-    def close(self) -> None:
-        """End the process."""
-        self._stack.close()
 
     resume = answer
 
@@ -267,22 +227,18 @@ class Serve:
 
 @dataclass
 class Measured:
-    """Seconds up to the first token per round, evaluated tokens per round, and all its tokens."""
+    """Seconds up to the first token per round, and evaluated tokens per round."""
 
     first: list[float] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     own_clock: list[float] = field(default_factory=list)
-    prompts: int = 0
 
 
 #: Measurements by system and workload.
 Results = dict[str, dict[str, Measured]]
 
-FRESH = "a prompt of {n} new tokens"
-KNOWN = "the same {n} tokens and another one"
-TURN = "the second turn of a chat"
-CHATS = "{n} chats with one system prompt"
-RESTART = "the {n} tokens after a restart"
+#: A prompt of new tokens; the same with another last token; the same after a restart.
+FRESH, KNOWN, RESTART = "fresh", "known", "restart"
 
 
 def figures(
@@ -290,8 +246,7 @@ def figures(
 ) -> list[Figure]:
     """Measure with SmolLM2-135M, or the model at ``path``.
 
-    Raises NotBuilt without the variant or its server, NotFetched without the model, and Untestable
-    without llama-cpp-python.
+    Raises NotBuilt without the variant or its server, and NotFetched without the model.
     """
     sizes = sizes or Sizes()
     variant, path = built(spec), path or models.get(MODEL)
@@ -306,8 +261,6 @@ def figures(
             OURS: lambda: Ours(model, folder),
             SERVE: lambda: Serve(variant, path, folder / "served", model.tokenize),
             SERVER: lambda: Server(spec, path, folder / "slots"),
-            f"{PEER}, `LlamaRAMCache`": lambda: LlamaCppPython(variant, path, None),
-            f"{PEER}, `LlamaDiskCache`": lambda: LlamaCppPython(variant, path, folder / "disk"),
         }
         systems = {name: stack.enter_context(closing(make())) for name, make in makers.items()}
         found = run(systems, [*dict.fromkeys(model.tokenize(_TEXT))], sizes, tick)
@@ -335,48 +288,24 @@ def measure_round(
     draw: random.Random,
     found: dict[str, Measured],
 ) -> None:
-    """Run the workloads once, with prompts that are drawn from ``words``."""
+    """Run the workloads once, with a prefix that is drawn from ``words``."""
 
-    def some(n: int) -> list[int]:
-        return draw.choices(words, k=n)
-
-    def add(name: str, prompts: Sequence[list[int]], answers: Sequence[PeerAnswer]) -> None:
+    def add(name: str, answer: PeerAnswer) -> None:
         one = found.setdefault(name, Measured())
-        one.first.append(statistics.median(each.first for each in answers))
-        one.evaluated.append(sum(each.evaluated for each in answers))
-        one.own_clock.append(statistics.median(each.own_clock for each in answers))
-        one.prompts = sum(map(len, prompts))
+        one.first.append(answer.first)
+        one.evaluated.append(answer.evaluated)
+        one.own_clock.append(answer.own_clock)
 
-    chat = some(sizes.chat)
-    chat = [*chat, *system.answer(chat, sizes.answer).tokens, *some(sizes.question)]
-    add(TURN, [chat], [system.answer(chat, sizes.answer)])
-
-    first = some(sizes.system)
-    prompts = [[*first, *some(sizes.question)] for _ in range(sizes.chats)]
-    add(CHATS, prompts, [system.answer(each, sizes.answer) for each in prompts])
-
-    prefix = some(sizes.prefix)
-    ends = draw.sample(words, 3)
-    fresh, known, later = ([*prefix, end] for end in ends)
-    add(FRESH, [fresh], [system.answer(fresh, 1)])
-    add(KNOWN, [known], [system.answer(known, 1)])
+    prefix = draw.choices(words, k=sizes.prefix)
+    fresh, known, later = ([*prefix, end] for end in draw.sample(words, 3))
+    add(FRESH, system.answer(fresh, 1))
+    add(KNOWN, system.answer(known, 1))
     system.restart()
-    add(RESTART, [later], [system.resume(later, 1)])
+    add(RESTART, system.resume(later, 1))
 
 
 def report(found: Results, sizes: Sizes, how: str) -> list[Figure]:
-    """Return a row per system and workload, and the figures with targets."""
-    caption = _caption(sizes, how)
-    rows = []
-    for work in (FRESH, KNOWN, TURN, CHATS, RESTART):
-        title = work.format(n=f"{sizes.chats if work == CHATS else sizes.prefix:,}")
-        for name in found:
-            one = found[name][work]
-            first = f"{interval([1e3 * each for each in one.first]).format(1)} ms"
-            evaluated = f"{statistics.median(one.evaluated):,.0f} of {one.prompts:,}"
-            row = {"workload": title, "system": name, "first token": first, "evaluated": evaluated}
-            data = {"first": one.first, "evaluated": one.evaluated}
-            rows.append(Figure(GROUP, f"{title}: {name}", first, data=data, table=caption, row=row))
+    """Return the figures."""
     ours, served, theirs = found[OURS], found[SERVE], found[SERVER]
     clock = f"{1e3 * statistics.median(theirs[KNOWN].own_clock):.1f} ms by the server's own clock"
     note = "the server verifies no checksum of its file"
@@ -391,7 +320,7 @@ def report(found: Results, sizes: Sizes, how: str) -> list[Figure]:
             served[RESTART], theirs[RESTART], None, note,
         ),
     )  # fmt: skip
-    return [*(_ratio(*each, sizes, how) for each in pairs), *rows]
+    return [_ratio(*each, sizes, how) for each in pairs]
 
 
 def _ratio(
@@ -417,17 +346,5 @@ def _ratio(
         ratio.high <= share if share else ratio.median <= 1.0,
         limit,
         f"{sizes.rounds} rounds, interleaved, {how}",
-        {"first": first.first, "second": second.first},
-    )
-
-
-def _caption(sizes: Sizes, how: str) -> str:
-    return (
-        f"Medians of {sizes.rounds} rounds, {how}. A chat has {sizes.chat} tokens, an answer of "
-        f"{sizes.answer} and a question of {sizes.question}; a system prompt has {sizes.system}. "
-        "Of several chats, the median first token and the sum of evaluated tokens are shown. The "
-        "servers are asked over HTTP. After a restart, the time of llama-server includes the "
-        f"restore of a slot file; {SERVE} was killed after a flush. Its batches have 2,048 tokens, "
-        "and its answers are the tokens of their text. "
-        f"{OURS} is `Batcher` over `PrefixCache` with a store."
+        {"first": first.first, "second": second.first, "evaluated": first.evaluated},
     )
