@@ -1,4 +1,4 @@
-"""Measure the overhead of Python: import, a repeated build, a snapshot, one decode call."""
+"""Measure the overhead of Python: import, a snapshot, one decode call."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ import pyllamakv
 from pyllamakv.errors import Untestable
 from pyllamakv.home import shim
 from pyllamakv.scenarios import synthetic_models
-from pyllamakv.source.releases import TEST_RELEASE
 from qa.bench.figure import Figure
-from qa.bench.measure import Interval, Pairs, clock, interleave, interval
+from qa.bench.measure import Interval, clock, interleave, interval
 
 GROUP = "What Python costs"
 Tick = Callable[[], None]
@@ -65,7 +64,7 @@ int forget(void) { GET(plk_seq_rm); return f_plk_seq_rm(context, 0, -1, -1); }
 
 def figures(tick: Tick) -> list[Figure]:
     """Return all figures of this module."""
-    each = (imports, first_use, repeated_build, snapshot, decode_call)
+    each = (imports, snapshot, decode_call)
     return [figure(tick) for figure in each]
 
 
@@ -79,7 +78,11 @@ def _python(*words: str) -> Callable[[], float]:
 
 def imports(tick: Tick) -> Figure:
     """Compare the import of this package with that of numpy and cffi."""
-    ratio, pairs = _imports("import pyllamakv", tick)
+    start = interval([_python("-c", "pass")() for _ in range(10)]).median
+    both = ("import pyllamakv", "import numpy, cffi")
+    pairs = interleave(*(_python("-c", code) for code in both), progress=tick)
+    times = zip(pairs.first, pairs.second, strict=True)
+    ratio = interval([(a - start) / (b - start) for a, b in times])
     return Figure(
         GROUP,
         "`import pyllamakv`",
@@ -89,47 +92,6 @@ def imports(tick: Tick) -> Figure:
         "other modules are imported on first use",
         "alternating processes, minus the start of Python",
         {"ours": pairs.first, "numpy and cffi": pairs.second},
-    )
-
-
-def first_use(tick: Tick) -> Figure:
-    """Compare the imports that `open` and a snapshot need with those of numpy and cffi."""
-    ratio, pairs = _imports("import pyllamakv; pyllamakv.open; pyllamakv.Snapshot", tick)
-    return Figure(
-        GROUP,
-        "the same with `open` and `Snapshot`, which import numpy and cffi",
-        f"{ratio.format()} x numpy and cffi",
-        "",
-        None,
-        "1 x",
-        "as above",
-        {"ours": pairs.first, "numpy and cffi": pairs.second},
-    )
-
-
-def _imports(code: str, tick: Tick) -> tuple[Interval, Pairs]:
-    bare = _python("-c", "pass")
-    start = interval([bare() for _ in range(10)]).median
-    pairs = interleave(_python("-c", code), _python("-c", "import numpy, cffi"), progress=tick)
-    both = zip(pairs.first, pairs.second, strict=True)
-    return interval([(a - start) / (b - start) for a, b in both]), pairs
-
-
-def repeated_build(tick: Tick, release: str = TEST_RELEASE) -> Figure:
-    """Compare a build without changes with the start of Python."""
-    pairs = interleave(
-        _python("-m", "pyllamakv", "build", release), _python("-c", "pass"), pairs=10, progress=tick
-    )
-    seconds = pairs.difference
-    return Figure(
-        GROUP,
-        f"`pyllamakv build {release}` when both variants are there",
-        seconds.format(2, "s"),
-        "<= 1 s",
-        seconds.median <= 1.0,
-        "0: reading the manifests is enough",
-        "beyond starting Python, 10 pairs",
-        {"seconds": pairs.first, "python": pairs.second},
     )
 
 
