@@ -21,6 +21,7 @@ import qa
 from pyllamakv.errors import UsageError
 from pyllamakv.source.files import write_text_atomic
 from qa.bench.figure import Figure
+from qa.benchmarks import GROUPS
 from qa.entry import Entry
 
 app = typer.Typer(add_completion=False)
@@ -457,7 +458,7 @@ def benchmarks(figures: Iterable[Figure], claims: dict[str, tuple[str, str]] = C
             "A range covers several settings. `A over B` is the time of A divided by that of B.",
             "The published algorithm copies runs of cells in compute graphs (the mover `graph`).",
             "The limit is a physical limit, a reference, or a condition of the measurement.",
-            "The last column has the numbers of the [commands](#commands).",
+            "The last column has the numbers of the [commands](#commands), with their modules.",
             "`make bench` repeats the main groups.",
             "",
             _HEAD,
@@ -471,7 +472,7 @@ def benchmarks(figures: Iterable[Figure], claims: dict[str, tuple[str, str]] = C
             "",
             "## Commands",
             "",
-            *(f"{number}. {command}" for number, command in enumerate(commands, 1)),
+            *(f"{number}. {each} in {_source(each)}" for number, each in enumerate(commands, 1)),
             "",
         ]
     )
@@ -491,6 +492,16 @@ def _figures(text: str, patterns: tuple[str, str], figures: list[Figure]) -> lis
 
 def _command(figure: Figure) -> str:
     return f"{figure.date}: `{figure.command}`"
+
+
+def _source(command: str) -> str:
+    """Return a link to the module that measures, for a command of `_command`."""
+    found = re.search(r"python -m qa (load|replay|bench (\w+))", command)
+    if found is None:
+        raise UsageError(f"{command} is no command of a benchmark")
+    places = {"load": "load/load_cells.py", "replay": "replay/replay_figures.py"}
+    place = places.get(found[1]) or f"bench/{GROUPS[found[2]][0]}.py"
+    return f"[{place}](qa/{place})"
 
 
 def _row(text: str, figures: list[Figure], commands: list[str]) -> str:

@@ -138,7 +138,9 @@ def test_a_missed_target_is_always_listed() -> None:
     assert "0.9 [0.8, 1.0] x to 1.2 [1.1, 1.3] x" in row
     assert "**1 of 2 missed**" in row
     assert row.endswith("| 1 |")
-    assert "\n1. 2026-11-24: `python -m qa bench loop`\n" in page
+    assert (
+        "\n1. 2026-11-24: `python -m qa bench loop` in [bench/loop.py](qa/bench/loop.py)\n" in page
+    )
     assert "| C: 1 |" in row, "the limit of both"
     apart = summary.benchmarks([good, dataclasses.replace(bad, limit="C: 2")], CLAIM)
     assert "C: 1" not in apart.partition("## Missed targets")[0], "a limit of one of two settings"
@@ -149,17 +151,22 @@ def test_a_missed_target_is_always_listed() -> None:
 
 
 def test_a_claim_can_have_several_groups() -> None:
-    """The row has the number of each command. Equal numbers are not shown as a range."""
-    lost = Figure("Loop 1", "greedy", "0 of 9 lost", "0", True, date="2026-11-24", command="x")
+    """The row has the number of each command, which has its module; equal values are no range."""
+    first, second = "python -m qa load x", "python -m qa replay"
+    lost = Figure("Loop 1", "greedy", "0 of 9 lost", "0", True, date="2026-11-24", command=first)
     more = dataclasses.replace(
-        lost, group="Loop 2", value="0 of 3 lost", date="2026-11-23", command="y"
+        lost, group="Loop 2", value="0 of 3 lost", date="2026-11-23", command=second
     )
     other = dataclasses.replace(lost, group="Loop 3 more", value="5 lost")
     page = summary.benchmarks([lost, more, other], {"Fast": (r"Loop \d", "greedy")})
     row = next(line for line in page.splitlines() if line.startswith("| Fast"))
     assert "| 0 of 3 lost; 0 of 9 lost | 0 (met) |" in row
     assert row.endswith("| 1, 2 |")
-    assert page.endswith("## Commands\n\n1. 2026-11-24: `x`\n2. 2026-11-23: `y`\n")
+    assert page.endswith(
+        "## Commands\n\n"
+        f"1. 2026-11-24: `{first}` in [load/load_cells.py](qa/load/load_cells.py)\n"
+        f"2. 2026-11-23: `{second}` in [replay/replay_figures.py](qa/replay/replay_figures.py)\n"
+    )
 
 
 def test_loads_with_other_clients_stay(tmp_path: Path) -> None:
