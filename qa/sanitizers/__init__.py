@@ -192,17 +192,6 @@ class SanitizerBuilds:
         trial.ran += rounds
         trial.take("the driver", sanitizer_targets.threads(made, threads, rounds, self.tick))
 
-    def worker(self, trial: SanitizerRun) -> None:
-        """Use a worker from several threads, after a planted race was reported."""
-        trial.of = "rounds"
-        rounds = 20 if self.long else 3
-        folder = self.library("patched", "thread").folder
-        seen = sanitizer_targets.worker(folder, 1, self.tick, fault="race")
-        if not any(SAYS["race"] in report.what for report in seen.found):
-            trial.wrong.append("the sanitizer does not report a planted race in a worker")
-        trial.ran += rounds
-        trial.take("the driver", sanitizer_targets.worker(folder, rounds, self.tick))
-
     def play(self, trial: SanitizerRun, side: str) -> None:
         """Run scenarios in a worker under the sanitizer, within the time limit."""
         trial.of = "runs of scenarios"
@@ -232,7 +221,6 @@ PARTS: Final[dict[str, tuple[str, Part]]] = {
     "native drivers": ("", SanitizerBuilds.drive),
     "C program": ("address", SanitizerBuilds.smoke),
     "threads": ("thread", SanitizerBuilds.threads),
-    "worker, threads": ("thread", SanitizerBuilds.worker),
     "scenarios, patched": ("address", lambda work, t: work.play(t, "patched")),
     "scenarios, stock": ("address", lambda work, t: work.play(t, "stock")),
 }

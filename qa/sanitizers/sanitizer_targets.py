@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 Tell = Callable[[str], None]
 Played = tuple[str, str, "Outcome", "list[Report]"]
 
-_WORKING = "qa.sanitizers.worker_threads"
 #: Flash attention, types of K and V: one layout of V, then the other.
 _SETTINGS = ("0 1 1", "1 8 8", "1 2 8", "1 1 1")
 
@@ -77,15 +75,6 @@ def threads(made: Variant, n_threads: int, rounds: int, tell: Tell) -> ProcessRe
     ):
         command = [str(program), str(synthetic_models.tiny()), str(n_threads), str(rounds)]
         return sanitized_process.run(command, "thread", logs)
-
-
-def worker(folder: Path, rounds: int, tell: Tell, *, fault: str = "nothing") -> ProcessResult:
-    """Use a worker under the thread sanitizer from several threads, with a planted ``fault``."""
-    tell("worker, threads")
-    with sanitized_process.logs() as logs:
-        words = [str(folder), str(synthetic_models.tiny()), str(rounds), str(logs)]
-        command = [sys.executable, "-m", _WORKING, *words]
-        return sanitized_process.run(command, "thread", logs, env={"PLK_PLANTED": fault})
 
 
 def scenarios(made: Variant, first: Sequence[str], tell: Tell, *, whole: bool) -> Iterator[Played]:

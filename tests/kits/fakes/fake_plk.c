@@ -17,9 +17,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#ifndef FAKE_PACE
-#define FAKE_PACE 0 /* microseconds that a token takes */
-#endif
 #ifndef FAKE_ABI
 #define FAKE_ABI PLK_ABI
 #endif
@@ -296,7 +293,7 @@ static int script(plk_context *c, int32_t token) {
     case T_LOG: say(3, "fake: warned"); return 0;
     case T_FULL: say(4, "fake: failed to find KV cache slot"); return PLK_NO_SLOT;
     case T_FLOOD: for (int i = 0; i < 100; i++) say(2, "fake: line %d", i); return 0;
-    default: if (FAKE_PACE) usleep(FAKE_PACE); return poll_cancel(c) ? PLK_ABORTED : 0;
+    default: return poll_cancel(c) ? PLK_ABORTED : 0;
     }
 }
 static void put_logits(plk_context *c, int place, int32_t token, int32_t pos) {

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.build import ROOT, SOURCE
 
 from pyllamakv.errors import Untestable
 from pyllamakv.home import data
@@ -235,45 +234,6 @@ def test_a_row_names_the_instrumented_part(tmp_path: Path, monkeypatch: pytest.M
         found = sanitizers.entries(StressOptions(seconds, only=names), lambda _: None)
         assert [entry.row["scope"] for entry in found] == scopes
         assert [entry.data["scope"] for entry in found] == scopes
-
-
-@pytest.mark.slow
-def test_a_race_in_a_worker_is_reported(tmp_path: Path) -> None:
-    """The fake library's cancel is a plain write, which the serving thread reads."""
-    needs_sanitizers()
-    words = (
-        "-std=gnu11",
-        "-DFAKE_PACE=300",
-        "-shared",
-        "-fPIC",
-        f"-I{ROOT / 'pyllamakv' / 'native'}",
-    )
-    library = tmp_path / "libplk.so"
-    instrument.program(SOURCE, library, "thread", *words)
-    ended = sanitizer_targets.worker(library, 1, lambda _: None)
-    races = [report for report in ended.found if "data race" in report.what]
-    assert any("_cancel" in report.text for report in races), ended
-
-
-def test_undetected_race_in_a_worker_is_a_defect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So is one whose driver fails, and a report of it."""
-    made = built(tmp_path)
-    monkeypatch.setattr(sanitizers.SanitizerBuilds, "library", lambda *_: made)
-    race = Report("data race", "plk_cancel", "shim/decode.cpp")
-    for seen, code, found, wrong in (
-        ([], 0, [], "the sanitizer does not report"),
-        ([race], 1, [], "the driver ended with status 1: words"),
-        ([race], 0, [race], "data race in plk_cancel"),
-    ):
-        answers = iter([ProcessResult(0, found=seen), ProcessResult(code, "words", found=found)])
-        monkeypatch.setattr(
-            sanitizer_targets, "worker", lambda *_, answers=answers, **__: next(answers)
-        )
-        *_, entry = sanitizers.entries(StressOptions(only=("worker, threads",)), lambda _: None)
-        (defect,) = entry.defects
-        assert wrong in defect
 
 
 def test_part_without_its_tools_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
