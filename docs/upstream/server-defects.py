@@ -4,8 +4,8 @@
 
 Runs the cases, each with a server of its own: id-slot, shared-entry, other-slot, busy-slot,
 other-end (needs a hybrid or recurrent model), swa-full (needs sliding windows of at least 32
-tokens), pattern, tools, slot-file. Without names, those for any model run. Exits with 0 if no case
-fails, 1 if one does, and 2 if a server does not start.
+tokens), pattern, tools, format, slot-file. Without names, those for any model run. Exits with 0 if
+no case fails, 1 if one does, and 2 if a server does not start.
 """
 
 import json
@@ -202,6 +202,15 @@ def tools(server: Server) -> str:
     return "status 200"
 
 
+def other_format(server: Server) -> str:
+    """Send a schema where the API of responses has it: it is ignored."""
+    wanted = {"type": "json_schema", "name": "a", "schema": {"type": "boolean"}}
+    body = {"input": "a", "max_output_tokens": 8, "text": {"format": wanted}}
+    text = server.post("/v1/responses", body)["output"][-1]["content"][0]["text"]
+    # Blanks can precede the value.
+    return "" if text.strip() in ("", "true", "false") else f"status 200 with {text!r}"
+
+
 def slot_file(server: Server) -> str:
     """Restore a slot file that ends within its state: the server ends."""
     server.complete(server.prompt("Tom", 200), 0)
@@ -232,6 +241,7 @@ CASES: dict[str, tuple[Callable[[Server], str], tuple[str, ...], bool]] = {
     "swa-full": (swa_full, ("--swa-full",), False),
     "pattern": (pattern, (), True),
     "tools": (tools, ("--jinja", "--chat-template", TEMPLATE), True),
+    "format": (other_format, (), True),
     "slot-file": (slot_file, ("--kv-unified",), True),
 }
 

@@ -108,9 +108,34 @@ _LOOSE_SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "boolean", "$defs": {"a": {"type": "string", "pattern": "b"}}},
 )
 
+#: Requests whose format cannot be enforced, or not with the rest of the request, with the part to
+#: name in the error. Stock ignores the format.
+_BAD_REQUESTS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"json_schema": {"type": "null"}, "grammar": 'root ::= "a"'}, "json_schema and grammar"),
+    ({"grammar": {"type": "null"}}, "grammar must be a string"),
+    ({"response_format": "json_object"}, "response_format type"),
+    ({"response_format": {"schema": {"type": "null"}}}, "response_format type"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "no schema"),
+    (
+        {
+            "response_format": {"type": "json_object", "schema": {"type": "null"}},
+            "json_schema": {"type": "boolean"},
+        },
+        "json_schema and response_format",
+    ),
+)
+
 #: A JSON schema that a grammar enforces, and what its answers match.
 _GOOD_SCHEMA = {"type": "string", "pattern": "^(ab|cd){2,3}$"}
 _GOOD_TEXT = re.compile('"(ab|cd){2,3}"')
+
+#: The begin of a completion and of a chat.
+_PROMPT: dict[str, Any] = {"prompt": "a", "n_predict": 16, "temperature": 0}
+_CHAT_REQUEST: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "a"}],
+    "max_tokens": 16,
+    "temperature": 0,
+}
 
 #: Parameters of a tool that a grammar repeats without end, with the part to name in the error.
 #: Stock hangs at each until the memory is full. Other patterns accept any string.
@@ -636,33 +661,27 @@ def _swa_full(lab: ServerLab) -> None:
 def _schema(lab: ServerLab) -> None:
     """Request answers by schemas and grammars that cannot be enforced, and by one that can."""
     _require(lab, "server-safety", "--checkpoint-min-step")
-    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 16, "temperature": 0}
     with lab.server() as server, ServerClient(server.url) as client:
-
-        def send(schema: dict[str, Any], *, chats: bool) -> str:
-            if chats:
-                wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-                body = {**chat, "response_format": wanted}
-                found = client.post("/v1/chat/completions", body)
-                return str(found["choices"][0]["message"]["content"])
-            body = {"prompt": "a", "n_predict": 16, "temperature": 0, "json_schema": schema}
-            return str(client.post("/completion", body)["content"])
-
-        for schema, path in _BAD_SCHEMAS:
-            for chats in (False, True):
-                _refuse_answer(lambda: send(schema, chats=chats), f"{schema}", path)  # noqa: B023
-        for grammar in _BAD_GRAMMARS:
-            bad = {"prompt": "a", "n_predict": 4, "grammar": grammar}
-            _refuse_answer(lambda: str(client.post("/completion", bad)), grammar, "{2,1}")  # noqa: B023
+        for schema, part in _BAD_SCHEMAS:
+            for path, body in _requests(schema):
+                _refuse_answer(lambda: str(client.post(path, body)), f"{path}: {body}", part)  # noqa: B023
         for schema in _LOOSE_SCHEMAS:
-            for chats in (False, True):
-                send(schema, chats=chats)
-        for chats in (False, True):
-            text = send(_GOOD_SCHEMA, chats=chats)
+            for path, body in _requests(schema):
+                client.post(path, body)
+        for path, body in _requests(_GOOD_SCHEMA):
+            text = _text_of(client.post(path, body))
             if not _GOOD_TEXT.fullmatch(text):
-                raise ScenarioFailed(f"{text!r} does not match the schema", failure="data")
-        schemas = len(_BAD_SCHEMAS) + len(_LOOSE_SCHEMAS) + 1
-        lab.note(requests=2 * schemas + len(_BAD_GRAMMARS))
+                msg = f"{path}: {body}: {text!r} does not match the schema"
+                raise ScenarioFailed(msg, failure="data")
+            lab.note(requests=len(_BAD_SCHEMAS) + len(_LOOSE_SCHEMAS) + 1)
+        for path, request in (("/completion", _PROMPT), ("/v1/chat/completions", _CHAT_REQUEST)):
+            for fields, part in _BAD_REQUESTS:
+                bad = {**request, **fields}
+                _refuse_answer(lambda: str(client.post(path, bad)), f"{path}: {fields}", part)  # noqa: B023
+        for grammar in _BAD_GRAMMARS:
+            bad = {**_PROMPT, "grammar": grammar}
+            _refuse_answer(lambda: str(client.post("/completion", bad)), grammar, "{2,1}")  # noqa: B023
+        lab.note(requests=2 * len(_BAD_REQUESTS) + len(_BAD_GRAMMARS))
     with lab.folder() as folder:
         template = folder / "template.jinja"
         template.write_text(_TEMPLATE, encoding="utf-8")
@@ -674,7 +693,7 @@ def _schema(lab: ServerLab) -> None:
             def call(schema: dict[str, Any], choice: str) -> str:
                 parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
                 tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-                body = {**chat, "tools": [tool], "tool_choice": choice}
+                body = {**_CHAT_REQUEST, "tools": [tool], "tool_choice": choice}
                 return str(client.post("/v1/chat/completions", body))
 
             for choice in ("auto", "required"):
@@ -682,6 +701,35 @@ def _schema(lab: ServerLab) -> None:
                     _refuse_answer(lambda: call(schema, choice), f"{schema}", part)  # noqa: B023
                 call(_LOOSE_PARAMETER, choice)
         lab.note(requests=2 * len(_BAD_PARAMETERS) + 2)
+
+
+def _requests(schema: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Return paths and requests of all APIs with a schema, once for each place of it."""
+    plain = {"type": "json_schema", "schema": schema}
+    wrapped = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    asked = {"input": "a", "max_output_tokens": 16, "temperature": 0}
+    return (
+        ("/completion", {**_PROMPT, "json_schema": schema}),
+        ("/completion", {**_PROMPT, "json_schema": schema, "grammar": ""}),
+        ("/completion", {**_PROMPT, "response_format": wrapped}),
+        ("/v1/completions", {**_PROMPT, "response_format": wrapped}),
+        ("/v1/completions", {**_PROMPT, "json_schema": schema, "grammar": None}),
+        ("/v1/chat/completions", {**_CHAT_REQUEST, "response_format": wrapped}),
+        ("/v1/chat/completions", {**_CHAT_REQUEST, "response_format": plain}),
+        ("/v1/responses", {**asked, "text": {"format": {**plain, "name": "a"}}}),
+        ("/v1/messages", {**_CHAT_REQUEST, "output_format": plain}),
+        ("/v1/messages", {**_CHAT_REQUEST, "output_config": {"format": plain}}),
+        ("/v1/messages", {**_CHAT_REQUEST, "json_schema": schema}),
+    )
+
+
+def _text_of(found: Mapping[str, Any]) -> str:
+    """Return the text of an answer, in the form of any API."""
+    if "choices" in found:
+        (choice,) = found["choices"]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    content = found["output"][-1]["content"] if "output" in found else found["content"]
+    return str(content if isinstance(content, str) else content[-1]["text"])
 
 
 def _refuse_answer(send: Callable[[], str], what: str, part: str) -> None:
