@@ -38,7 +38,6 @@ def figures(tick: Tick, release: str = TEST_RELEASE) -> list[Figure]:
     return [
         *defrag_figures.targets(GROUP, found),
         ordinary_decodes.figure(GROUP, tick, release),
-        *defrag_figures.table(GROUP, found),
         *later(tick),
     ]
 
@@ -51,7 +50,4 @@ def later(tick: Tick, release: str = LATER) -> list[Figure]:
     except KvError as error:
         reason, _, _ = str(error).partition(";")
         return [Figure(group, spec, f"skipped: {reason}")]
-    return [
-        *defrag_figures.targets(group, found),
-        *defrag_figures.table(group, found),
-    ]
+    return defrag_figures.targets(group, found)

@@ -1,4 +1,4 @@
-"""Convert measured defragmentations into figures: the targets, and a table of all workloads."""
+"""Convert measured defragmentations into figures."""
 
 from __future__ import annotations
 
@@ -7,43 +7,6 @@ import statistics
 from qa.bench.figure import Figure
 from qa.bench.measure import Interval
 from qa.bench.rounds import Measured
-
-CAPTION = (
-    "Milliseconds; times the strided copy; times memcpy; how many times as long the published "
-    "algorithm takes (interleaved rounds; those of the published algorithm where they are fewer)."
-)
-
-
-def table(group: str, found: list[Measured]) -> list[Figure]:
-    """Return a row per shape, number of cells and pattern, with a column per setting."""
-    rows: dict[tuple[str, int, str], list[Measured]] = {}
-    for each in found:
-        rows.setdefault((each.cache.shape, each.cache.cells, each.pattern), []).append(each)
-    figures = []
-    for (shape, cells, pattern), settings in rows.items():
-        texts = {each.cache.setting.name: _cell(each) for each in settings}
-        figures.append(
-            Figure(
-                group,
-                f"{shape}, {cells} cells, {pattern}",
-                "",
-                data={each.cache.setting.name: each.to_json() for each in settings},
-                table=f"The cache of a {shape} model. {CAPTION}",
-                row={"cells": str(cells), "live": pattern, **texts},
-            )
-        )
-    return figures
-
-
-def _cell(found: Measured) -> str:
-    if found.skipped:
-        return found.skipped
-    rounds, published = len(found.ours), len(found.published)
-    fewer = "" if published == rounds else f"; {published}"
-    return (
-        f"{statistics.median(found.ours) * 1e3:.1f} ms, {found.over_strided.median:.2f}, "
-        f"{found.over_straight.median:.1f}, {found.faster.median:.1f} ({rounds}{fewer})"
-    )
 
 
 def targets(group: str, everything: list[Measured]) -> list[Figure]:
@@ -60,8 +23,7 @@ def targets(group: str, everything: list[Measured]) -> list[Figure]:
             figures += _bound(group, name + "every pattern", chosen, chosen is flash)
         figures += _factor(group, name + "alternate cells", alternate, 20)
     figures += _factor(group, "every workload", found, 1)
-    figures += _share(group, found) + _growth(group, found) + _plans(group, found)
-    return figures
+    return figures + _share(group, found)
 
 
 def _where(found: Measured) -> str:
@@ -139,65 +101,3 @@ def _share(group: str, found: list[Measured]) -> list[Figure]:
             samples=len(worst.plan),
         )
     ]
-
-
-def _growth(group: str, found: list[Measured]) -> list[Figure]:
-    """Compare the time per moved byte of the smallest caches that exceed the processor's caches."""
-    figures = []
-    chosen = [e for e in found if e.pattern == "alternate" and e.cache.cells >= 16384]
-    for name in dict.fromkeys((each.cache.shape, each.cache.setting.name) for each in chosen):
-        line = [e for e in chosen if (e.cache.shape, e.cache.setting.name) == name]
-        line.sort(key=lambda each: each.cache.cells)
-        if len(line) < 2:
-            continue
-        first, last = line[0], line[-1]
-        ours, limit = (
-            (statistics.median(b) / last.bytes) / (statistics.median(a) / first.bytes)
-            for a, b in ((first.ours, last.ours), (first.strided, last.strided))
-        )
-        figures.append(
-            Figure(
-                group,
-                f"time per moved byte, {last.cache.cells} over {first.cache.cells} cells, "
-                f"alternate, {', '.join(name)}",
-                f"{ours:.2f} x",
-                "<= 1.1 x, or the strided copy's: linear",
-                ours <= 1.1 * max(1.0, limit),
-                f"the strided copy: {limit:.2f} x",
-                f"medians of {len(last.ours)} and {len(first.ours)} rounds",
-            )
-        )
-    return figures
-
-
-def _plans(group: str, found: list[Measured]) -> list[Figure]:
-    """Return the maximum gain of a plan with fewer, longer moves."""
-    if not found:
-        return []
-    worst = max(found, key=lambda each: each.moves / max(each.least_moves, 1))
-    over = worst.moves / max(worst.least_moves, 1)
-    scratch = max(found, key=lambda each: each.scratch)
-    figures = [
-        Figure(
-            group,
-            "moves, over the fewest that any plan of the same cells needs",
-            f"{over:.2f} x: {worst.moves} of {worst.least_moves} ({_where(worst)})",
-            "",
-            None,
-            "1 x: each hole and each run of live cells after it needs one",
-            f"counted; the worst of {len(found)}",
-        )
-    ]
-    if scratch.scratch:
-        figures.append(
-            Figure(
-                group,
-                "memory beyond the cache at the peak",
-                f"{scratch.scratch / 1e6:.2f} MB ({_where(scratch)})",
-                "",
-                None,
-                f"the cache: {scratch.cache.bytes / 1e6:.0f} MB",
-                f"counted; the worst of {len(found)}",
-            )
-        )
-    return figures

@@ -115,17 +115,3 @@ def live(pattern: str, cells: int, seed: int = 20261120) -> Live:
         return np.asarray(numbers // length % 2 == 0)
     share = int(rest.removesuffix(" %")) / 100
     return np.asarray(np.random.default_rng(seed).random(cells) < share)
-
-
-def least_moves(mask: Live) -> int:
-    """Return the minimum number of moves of any plan that fills the first cells.
-
-    Each hole among them needs at least one move, and so does each run of live cells above.
-    """
-    used = int(np.count_nonzero(mask))
-    holes, runs = ~mask[:used], mask[used:]
-    return max(_runs(holes), _runs(runs))
-
-
-def _runs(mask: Live) -> int:
-    return int(np.count_nonzero(np.diff(mask, prepend=False) & mask))

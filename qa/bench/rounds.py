@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from pyllamakv.errors import Untestable
 from pyllamakv.runtime.context import Context
@@ -31,23 +30,19 @@ class Measured:
     """The measurements of one workload; seconds per round, in the order of the rounds.
 
     The published algorithm is slow: ``published`` may have fewer rounds than the others, the first
-    ones. ``skipped`` is the reason if nothing was measured. ``plan`` is a part of ours, and
-    ``scratch`` the maximum bytes that ours needed beyond the cache; empty and 0 if the build does
-    not count them.
+    ones. ``skipped`` is the reason if nothing was measured. ``plan`` is a part of ours, empty if
+    the build does not measure it.
     """
 
     cache: CacheShape
     pattern: str
     skipped: str = ""
-    moves: int = 0
-    least_moves: int = 0
     bytes: int = 0
     ours: list[float] = field(default_factory=list)
     strided: list[float] = field(default_factory=list)
     straight: list[float] = field(default_factory=list)
     published: list[float] = field(default_factory=list)
     plan: list[float] = field(default_factory=list)
-    scratch: int = 0
 
     @property
     def over_strided(self) -> Interval:
@@ -63,15 +58,6 @@ class Measured:
     def faster(self) -> Interval:
         """Return the ratio of the published algorithm's time to ours."""
         return ratio(self.published, self.ours)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the raw numbers."""
-        if self.skipped:
-            return {"skipped": self.skipped}
-        counts = ("moves", "least_moves", "bytes", "scratch")
-        seconds = ("ours", "strided", "straight", "published", "plan")
-        rounded = {name: [round(x, 7) for x in getattr(self, name)] for name in seconds}
-        return {**{name: getattr(self, name) for name in counts}, **rounded}
 
 
 def ratio(first: list[float], second: list[float]) -> Interval:
@@ -106,7 +92,7 @@ class DefragBenchmark:
         The published algorithm takes part in as many of them as fit into the budget once.
         """
         mask = defrag_workloads.live(pattern, self.cache.cells)
-        found = Measured(self.cache, pattern, least_moves=defrag_workloads.least_moves(mask))
+        found = Measured(self.cache, pattern)
         runs = self._moves(found, mask)
         steps = (
             partial(self._ours, found, mask),
@@ -132,13 +118,12 @@ class DefragBenchmark:
         self.carver.fragment(mask)
         before = self.context.kv.snapshot()
         # Not timed: the first defragmentation includes one-time initialization.
-        found.scratch = complete(self.context, mask).scratch or 0
+        complete(self.context, mask)
         self.published_carver.fragment(mask)
         complete(self.published, mask)
         moves = before.moves_to(self.context.kv.snapshot())
-        runs = memory_bandwidth.table(moves)
-        found.moves, found.bytes = len(runs), moves.cells * self.cache.cell
-        return runs
+        found.bytes = moves.cells * self.cache.cell
+        return memory_bandwidth.table(moves)
 
     def _ours(self, found: Measured, mask: Live) -> None:
         self.carver.fragment(mask)
