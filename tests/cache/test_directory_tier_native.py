@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from prefix_kit import Traffic, serve
+from prefix_kit import serve
 
 import pyllamakv as kv
 from pyllamakv.building import variant as variants
@@ -173,36 +173,6 @@ def test_states_are_stored_without_a_sequence_for_them(
             assert np.abs(mine - expected).max() < TOLERANCE
         # The second is a repeat, and the third leaves a state for the fourth.
         assert found == [0, len(SYSTEM) + 1, 0, len(SYSTEM)]
-
-
-@pytest.mark.parametrize("name", ["tiny", "sliding", "recurrent", "hybrid"])
-def test_random_traffic_over_restarts_is_exact(
-    late: kv.OpenLibrary, name: str, tmp_path: Path
-) -> None:
-    """Random operations with few cells and a small store; every prompt is compared."""
-    with late.load_model(synthetic_models.model(name)) as model:
-        oracle = model.context(n_ctx=512, n_batch=512)
-
-        def look(lease: Any) -> None:
-            mine = lease.sequence.logits().copy()
-            oracle.clear()
-            with oracle.sequence() as fresh:
-                fresh.prefill(lease.sequence.tokens)
-                assert np.abs(mine - oracle.logits()).max() < TOLERANCE, lease
-
-        past = [[3, 4, 5]]
-        loaded = 0
-        for number in range(3):
-            with model.context(n_ctx=256, n_batch=64, n_ubatch=32, n_seq_max=4) as ctx:
-                # Restarts with the store alone, then with a second tier in front of it.
-                tiers = {"store": tmp_path / "store", "paging": "memory" if number else None}
-                traffic = Traffic(ctx, number, look=look, budget=1_000_000, **tiers)
-                traffic.past = past
-                traffic.run(80)
-                loaded += traffic.cache.stats().loaded_tokens
-                assert traffic.cache.stats().damaged == 0
-                traffic.cache.close()
-        assert loaded > 0
 
 
 def test_a_scattered_cache_is_stored_and_loaded(

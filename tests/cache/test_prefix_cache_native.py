@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import prefix_kit
 import pytest
 from native_kit import built
 from prefix_kit import serve
@@ -95,23 +94,6 @@ def test_logits_after_a_hit_are_those_of_a_fresh_decode(
         assert cache.stats().paged_in == (2 if paging else 0)
 
 
-@pytest.mark.parametrize("flash_attn", [False, True])
-@pytest.mark.parametrize("paging", [None, "memory"])
-def test_random_traffic_has_the_logits_of_a_fresh_decode(
-    model: kv.Model, flash_attn: bool, paging: str | None
-) -> None:
-    """Random operations; every prompt is compared with a new decode."""
-    look = Oracle(model, flash_attn=flash_attn)
-    with model.context(
-        n_ctx=512, n_batch=64, n_ubatch=32, n_seq_max=5, flash_attn=flash_attn
-    ) as ctx:
-        traffic = prefix_kit.Traffic(ctx, 11, look=look, paging=paging)
-        traffic.run(150)
-        assert traffic.cache.stats().hits > 10
-        traffic.cache.close()
-        assert ctx.kv.stats.used == 0
-
-
 def test_two_chats_share_a_thousand_cells(patched: Variant, tiny_model: Path) -> None:
     """Two chats with 1,000 common tokens use 1,000 cells and those of their tails."""
     with kv.open(patched.folder) as library:
@@ -199,28 +181,6 @@ def test_pages_of_another_cache_type_are_refused(patched: Variant, tiny_model: P
 
 
 # Other kinds of memory...
-
-
-KINDS = ["tiny", "sliding", "recurrent", "hybrid"]
-
-
-@pytest.mark.parametrize("unified", [True, False])
-@pytest.mark.parametrize("paging", [None, "memory"])
-@pytest.mark.parametrize("name", KINDS)
-def test_random_traffic_is_exact_in_every_memory(
-    late: kv.OpenLibrary, name: str, paging: str | None, unified: bool
-) -> None:
-    """Random operations with streams, windows and states."""
-    with late.load_model(synthetic_models.model(name)) as model:
-        look = Oracle(model)
-        n_ctx = 512 if unified else 1024
-        with model.context(
-            n_ctx=n_ctx, n_batch=64, n_ubatch=32, n_seq_max=5, kv_unified=unified
-        ) as ctx:
-            traffic = prefix_kit.Traffic(ctx, 5, look=look, paging=paging)
-            traffic.run(160)
-            assert traffic.cache.stats().hits > 0
-            traffic.cache.close()
 
 
 @pytest.mark.parametrize("entries", [1, 6])

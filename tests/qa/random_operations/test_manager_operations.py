@@ -279,7 +279,7 @@ def test_windows_beside_states_are_for_managers_only() -> None:
     assert normalize(Combination(memory="hybrid window")).memory == "hybrid"
 
 
-@pytest.fixture(params=["0.3.9+patched", "0.3.36+patched"])
+@pytest.fixture(params=["0.3.9+patched", "b11549+patched"])
 def session(request: pytest.FixtureRequest) -> Iterator[CaseSession]:
     """Open a release."""
     with CaseSession(built(request.param).folder) as opened:
@@ -288,11 +288,13 @@ def session(request: pytest.FixtureRequest) -> Iterator[CaseSession]:
 
 @pytest.mark.native
 @pytest.mark.slow
+@pytest.mark.parametrize("cache", ["plain f16", "flash f16"])
+@pytest.mark.parametrize("streams", ["shared", "separate"])
 @pytest.mark.parametrize("memory", MODELS)
-def test_every_memory_passes(session: CaseSession, memory: str) -> None:
+def test_every_memory_passes(session: CaseSession, memory: str, streams: str, cache: str) -> None:
     """A memory that the real library lacks is absent."""
     for kind in KINDS:
-        combination = Combination(memory=memory, manager=kind, cache="plain f16")
+        combination = Combination(memory=memory, manager=kind, cache=cache, streams=streams)
         played = session.play(CaseTask(combination, generate_operations(3, MANAGED, kind)))
         assert played.failed is None
         assert played.absent or played.logits > 5
