@@ -71,6 +71,7 @@ def entry(name: str, found: list[ServerCheck], scenarios: int) -> Entry:
     stock = [pair.scenario for pair in pairs if pair.stock.failed]
     patched = [pair.scenario for pair in pairs if pair.patched and pair.patched.failed]
     skipped = sum(each.patched is not None and each.patched.status in _NOT_RUN for each in pairs)
+    left = [pair.scenario for pair in pairs if pair.patched is None]
     row = {
         "era": lockfile.known()[name].era,
         "verdict": str(decision.verdict),
@@ -78,6 +79,7 @@ def entry(name: str, found: list[ServerCheck], scenarios: int) -> Entry:
         + (f", {skipped} skipped" if skipped else ""),
         "stock fails": ", ".join(stock) or "none",
         "patched fails": ", ".join(patched) or "none",
+        "not patched": ", ".join(left) or "none",
         "requests": str(counts.get(("patched", "requests"), 0)),
         "retries on stock": str(counts.get(("stock", "retries"), 0)),
         "on patched": str(counts.get(("patched", "retries"), 0)),

@@ -28,7 +28,7 @@ from pyllamakv.source import spec_resolver
 from pyllamakv.verification.verdict import Decision, Pair, decide
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from pyllamakv.patching.series import Series
     from pyllamakv.server.server_artifact import BuiltServer
@@ -162,10 +162,13 @@ def check_server(
         failed = f"the patched server cannot run: {reason}"
         decision = decide((), build_error=failed, carried=_listed(facts["carried"]))
         return ServerCheck(release, decision, **facts)
+    meant = {each.id for each in whole.server if each.covers_release(known.name)}
     outcomes: dict[tuple[str, str], Outcome] = {}
     notes: dict[tuple[str, str], dict[str, int]] = {}
     for done, scenario in enumerate(chosen):
         for side, built in sides.items():
+            if side == "patched" and not _is_claimed(scenario, built.manifest.server_patches):
+                continue
             if progress:
                 progress(f"{scenario.id} on {side}", done, len(chosen))
             key = scenario.id, side
@@ -177,12 +180,19 @@ def check_server(
             SETTING,
             outcomes[each.id, "stock"],
             outcomes.get((each.id, "patched")),
+            claimed=_is_claimed(each, meant),
         )
         for each in chosen
     )
+    missing = {
+        each.patch: facts["left_out"][each.patch]
+        for each in chosen
+        if each.patch in facts.get("left_out", ())
+    }
     decision = decide(
         pairs,
-        conflict=conflict,
+        untestable="" if any(pair.claimed for pair in pairs) else _no_claim(chosen, whole),
+        conflict="; ".join(filter(None, (conflict, *(f"{k}: {v}" for k, v in missing.items())))),
         carried=_listed(facts.get("carried", {})),
         undecided=() if scenarios else tuple(undecided),
     )
@@ -208,6 +218,22 @@ def _cannot_run(built: BuiltServer) -> str:
     except LoadError as error:
         return str(error)
     return ""
+
+
+def _is_claimed(scenario: ServerScenario, patches: Collection[str]) -> bool:
+    """Return whether one of the patches of a server claims a scenario, or every series does."""
+    return not scenario.patch or scenario.patch in patches
+
+
+def _no_claim(chosen: Sequence[ServerScenario], whole: Series) -> str:
+    """Return why no scenario is claimed on a release."""
+    own = {each.id: each.meant_for for each in whole.server}
+    reasons = (
+        f"{each.id} is a claim of {each.patch}, which is "
+        + (f"for {own[each.patch]}" if own.get(each.patch) else "not in the series")
+        for each in chosen
+    )
+    return "; ".join(reasons)
 
 
 def _listed(carried: dict[str, str]) -> list[str]:

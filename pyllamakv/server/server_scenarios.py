@@ -183,13 +183,17 @@ _REPEATED = "llamacpp:kv_decode_retries_total"
 
 @dataclass(frozen=True)
 class ServerScenario:
-    """A claim about a server, and the run that verifies it with ``packages`` of the extra."""
+    """A claim about a server, and the run that verifies it with ``packages`` of the extra.
+
+    Only ``patch`` of the server claims it; empty: the whole series does.
+    """
 
     id: str
     kind: Kind
     claim: str
     run: Callable[[ServerLab], None]
     packages: tuple[str, ...] = ("httpx",)
+    patch: str = ""
 
 
 def _prompt_lengths(lab: ServerLab, count: int, most: float = 0.8) -> list[int]:
@@ -509,18 +513,15 @@ def _slot_files(lab: ServerLab) -> None:
             raise ScenarioFailed("the answer of a restored slot differs", failure="data")
 
 
-def _require(lab: ServerLab, patch: str, flag: str) -> None:
-    """Raise Untestable for a release without an option, or a patched server without a patch."""
+def _require(lab: ServerLab, flag: str) -> None:
+    """Raise Untestable for a release without an option."""
     if flag not in lab.flags:
         raise Untestable(f"the server has no option {flag}")
-    manifest = lab.built.manifest
-    if manifest.patches and patch not in manifest.server_patches:
-        raise Untestable(f"the patch {patch} is not applied")
 
 
 def _reuse(lab: ServerLab) -> None:
     """Send prompts that begin like those of other slots and of cached prompts."""
-    _require(lab, "server-reuse", "--cache-ram")
+    _require(lab, "--cache-ram")
     turns: list[tuple[CompletionRequest, ServerCompletion]] = []
     with lab.server() as server, ServerClient(server.url) as client:
 
@@ -565,8 +566,7 @@ def _reuse(lab: ServerLab) -> None:
 
 def _mixed(lab: ServerLab) -> None:
     """Hold chats, three with each begin, and unrelated ones at once in two slots."""
-    if "--cache-idle-slots" not in lab.flags:
-        raise Untestable("the server has no option --cache-idle-slots")
+    _require(lab, "--cache-idle-slots")
     # Without the patch, it depends on the order of requests what their slots still have.
     least = SLOT // 4 if "server-reuse" in lab.built.manifest.server_patches else 0
     turns: list[tuple[CompletionRequest, ServerCompletion]] = []
@@ -597,7 +597,7 @@ def _mixed(lab: ServerLab) -> None:
 
 def _other_end(lab: ServerLab) -> None:
     """Send a prompt with another end to models whose state cannot be cut."""
-    _require(lab, "server-reuse", "--checkpoint-min-step")
+    _require(lab, "--checkpoint-min-step")
     for model in ("hybrid", "recurrent"):
         with (
             lab.server("-ub", "64", model=model, cells=_FEW_CELLS) as server,
@@ -618,7 +618,7 @@ def _other_end(lab: ServerLab) -> None:
 
 def _swa_full(lab: ServerLab) -> None:
     """Go back in prompts of a server with --swa-full, whose saved states lack cells."""
-    _require(lab, "server-safety", "--swa-full")
+    _require(lab, "--swa-full")
     with (
         lab.folder() as folder,
         lab.server(
@@ -660,7 +660,7 @@ def _swa_full(lab: ServerLab) -> None:
 
 def _schema(lab: ServerLab) -> None:
     """Request answers by schemas and grammars that cannot be enforced, and by one that can."""
-    _require(lab, "server-safety", "--checkpoint-min-step")
+    _require(lab, "--checkpoint-min-step")
     with lab.server() as server, ServerClient(server.url) as client:
         for schema, part in _BAD_SCHEMAS:
             for path, body in _requests(schema):
@@ -746,7 +746,7 @@ def _refuse_answer(send: Callable[[], str], what: str, part: str) -> None:
 
 def _slot_damage(lab: ServerLab) -> None:
     """Restore damaged slot files and one of another model; the slot keeps its prompt."""
-    _require(lab, "server-safety", "--checkpoint-min-step")
+    _require(lab, "--checkpoint-min-step")
     with lab.folder() as folder:
         option = ("--slot-save-path", f"{folder}/")
         with lab.server(*option, model="other") as server, ServerClient(server.url) as client:
@@ -875,9 +875,6 @@ def _openai(lab: ServerLab) -> None:
 
 def _overcommit(lab: ServerLab) -> None:
     """Send requests that fit alone, but not together, to slots that share all cells."""
-    manifest = lab.built.manifest
-    if manifest.patches and "server-park" not in manifest.server_patches:
-        raise Untestable("the patch server-park, which completes such requests, is not applied")
     parked = 0
     for model in ("full", "sliding", "hybrid", "recurrent"):
         if lab.architectures and MODELS[model].architecture not in lab.architectures:
@@ -891,7 +888,7 @@ def _overcommit(lab: ServerLab) -> None:
             ) as server:
                 parked += _share_cells(lab, server, cells, outgrown=shift)
     lab.note(parked=parked)
-    if manifest.patches and not parked:
+    if lab.built.manifest.patches and not parked:
         raise ScenarioFailed("no request was parked, so the cells sufficed for all of them")
 
 
@@ -940,11 +937,8 @@ def _share_cells(lab: ServerLab, server: ServerProcess, cells: int, *, outgrown:
 
 def _park_limit(lab: ServerLab) -> None:
     """Set ``LLAMA_SERVER_PARK_MIB``; leave while parked, and end the server meanwhile."""
-    manifest = lab.built.manifest
-    if not manifest.patches:
+    if not lab.built.manifest.patches:
         raise Unsupported("the server parks no requests", "server")
-    if "server-park" not in manifest.server_patches:
-        raise Untestable("the patch server-park is not applied")
     for text in ("-1", "1 GiB"):
         log: list[str] = []
         with _parking_server(lab, text, log.append) as server:
@@ -1249,18 +1243,21 @@ SCENARIOS = (
         "fix",
         "Requests that fit alone, but not together, get the answers of a single client.",
         _overcommit,
+        patch="server-park",
     ),
     ServerScenario(
         "server-park-limit",
         "feature",
         "LLAMA_SERVER_PARK_MIB limits parked requests; a client can leave, and the server end.",
         _park_limit,
+        patch="server-park",
     ),
     ServerScenario(
         "server-reuse",
         "fix",
         "A prompt that begins like that of another slot or a cached one is not evaluated again.",
         _reuse,
+        patch="server-reuse",
     ),
     ServerScenario(
         "server-mixed-chats",
@@ -1273,24 +1270,28 @@ SCENARIOS = (
         "fix",
         "Hybrid and recurrent models reuse the begin of a prompt that has another end.",
         _other_end,
+        patch="server-reuse",
     ),
     ServerScenario(
         "server-swa-full",
         "fix",
         "With --swa-full, prompts that go back in cached ones get the answers of uncached ones.",
         _swa_full,
+        patch="server-safety",
     ),
     ServerScenario(
         "server-schema",
         "fix",
         "Schemas and grammars that cannot be enforced are refused with status 400 and the path.",
         _schema,
+        patch="server-safety",
     ),
     ServerScenario(
         "server-slot-damage",
         "fix",
         "Damaged slot files, and those of another model, are refused; the slot keeps its prompt.",
         _slot_damage,
+        patch="server-safety",
     ),
     ServerScenario(
         "server-defrag-thold",

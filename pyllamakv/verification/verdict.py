@@ -169,7 +169,11 @@ def decide(
     merged = f"carried {', '.join(carried)}: " if carried else ""
     names = list(dict.fromkeys(pair.scenario for pair in pairs))
     unproven = not any(pair.claimed or pair.patched for pair in pairs)
-    pairs = [pair for pair in pairs if not _absent_on_both(pair)]
+    pairs = [
+        pair
+        for pair in pairs
+        if not _absent_on_both(pair) and (unproven or pair.claimed or pair.patched)
+    ]
     counted = [pair for pair in pairs if _countable(pair.stock)]
     stock_failed = sum(_stock_fails(pair) for pair in counted)
     if untestable:

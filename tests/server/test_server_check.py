@@ -77,17 +77,17 @@ def sides(
     monkeypatch.setattr(server_check, "build_server", build_server)
 
 
-def scenarios(monkeypatch: pytest.MonkeyPatch, **errors: Exception) -> None:
-    """Replace the scenarios by one fix that raises an error per side."""
+def scenarios(monkeypatch: pytest.MonkeyPatch, patch: str = "", **errors: Exception) -> None:
+    """Replace the scenarios by one fix that raises an error per side, and by one of a patch."""
 
     def run(lab: ServerLab) -> None:
         lab.note(requests=3)
         if lab.built.id in errors:
             raise errors[lab.built.id]
 
-    monkeypatch.setattr(
-        server_check, "SCENARIOS", (ServerScenario("server-x", "fix", "", run, ()),)
-    )
+    own = ServerScenario("server-y", "fix", "", run, (), patch=patch)
+    found = (ServerScenario("server-x", "fix", "", run, ()), *([own] if patch else []))
+    monkeypatch.setattr(server_check, "SCENARIOS", found)
 
 
 def test_a_missing_package_is_reported_before_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +138,35 @@ def test_server_outcomes_decide_the_verdict(
     sides(monkeypatch)
     scenarios(monkeypatch, **errors)
     assert check_server("0.3.9").decision.verdict is verdict
+
+
+def test_scenarios_of_patches_for_other_releases_decide_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They run on stock, to show its defect; no patched server is expected to pass them."""
+    sides(monkeypatch)
+    scenarios(monkeypatch, patch="server-reuse", stock=ScenarioFailed("x", failure="lost"))
+    found = check_server("0.3.9")
+    assert (found.decision.verdict, found.decision.runs) == (Verdict.NEEDED, 1)
+    results = [(each["scenario"], each["side"]) for each in found.to_json()["results"]]
+    assert results == [("server-x", "stock"), ("server-x", "patched"), ("server-y", "stock")]
+    alone = check_server("0.3.9", scenarios=("server-y",)).decision
+    reason = "server-y is a claim of server-reuse, which is for b11549 and later"
+    assert (alone.verdict, alone.reason) == (Verdict.UNTESTABLE, reason)
+
+
+def test_a_claim_of_a_server_patch_that_does_not_fit_is_broken_apply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A release that a patch is meant for, and where it does not fit, is reported."""
+    sides(monkeypatch)
+    scenarios(monkeypatch, patch="server-defrag-thold", stock=ScenarioFailed("x", failure="lost"))
+    found = check_server("0.3.36").decision
+    assert found.verdict is Verdict.BROKEN_APPLY
+    assert found.reason == "stock fails server-y; server-defrag-thold: requires compaction"
+    scenarios(monkeypatch, patch="server-defrag-thold")
+    native = check_server("0.3.36").decision
+    assert native.scenarios == {"server-x": Verdict.REDUNDANT, "server-y": Verdict.NATIVE}
 
 
 @pytest.mark.parametrize(
