@@ -608,42 +608,6 @@ def test_store_identity_excludes_context_sizes(tmp_path: Path) -> None:
     assert all(type(value) is str for value in found.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["pages", "states"])
-def test_random_traffic_is_correct_after_restarts(
-    start: Callable[..., PrefixCache], kind: str, seed: int, request: pytest.FixtureRequest
-) -> None:
-    """Random operations with a small cache, with restarts after a kill or a close."""
-    if kind == "states":
-        request.getfixturevalue("whole")
-    past = [[3, 4, 5]]
-    served: dict[bytes, list[list[int]]] = {}
-    loaded = 0
-    for number in range(4):
-        cache = start(n_ctx=96, n_seq_max=3, budget=30000)
-        context = cache.context
-        kill(cache)
-        cache.closed = True
-        traffic = prefix_kit.Traffic(
-            context,
-            seed + 10 * number,
-            store=cache.stored.store.folder,
-            budget=30000,
-            paging="memory" if number > 1 else None,
-        )
-        traffic.past = past
-        # The store has what earlier processes decoded.
-        traffic.served = served = {**traffic.served, **served}
-        traffic.run(80)
-        loaded += traffic.cache.stats().loaded_tokens
-        assert traffic.cache.stats().damaged == 0
-        assert traffic.cache.stats().stored_bytes <= 30000
-        traffic.cache.close() if number % 2 else kill(traffic.cache)
-        assert prefix_store.scan(cache.stored.store.folder, contents=True).unusable == {}
-    assert loaded > 30
-
-
 def test_states_are_read_from_host_memory_before_the_store(tmp_path: Path) -> None:
     """States of prompts are written to both tiers; a killed process leaves branch points."""
     prompts = [[*SYSTEM, 60 + number, *[70] * 5] for number in range(4)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from random import Random
 from typing import TYPE_CHECKING, Any, get_args
 
-import prefix_kit
 import pytest
 import runtime_kit as kit
 from prefix_kit import make, serve
@@ -20,6 +20,7 @@ from pyllamakv.cache.eviction_policy import (
     EvictionPolicyName,
 )
 from pyllamakv.cache.eviction_policy import make as make_policy
+from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.cache.radix_tree import (
     NO_SALT,
     Node,
@@ -29,10 +30,12 @@ from pyllamakv.cache.radix_tree import (
     tokens_to_key,
 )
 from pyllamakv.cache.residency import UnifiedCells
-from pyllamakv.errors import UsageError
+from pyllamakv.errors import KVCacheFull, NoSlotAvailable, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pyllamakv.cache.lease import PrefixLease
 
 POLICIES: tuple[EvictionPolicyName, ...] = get_args(EvictionPolicyName)
 
@@ -179,6 +182,26 @@ def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     assert make(tmp_path).policy == DEFAULT
 
 
+def play(cache: PrefixCache) -> None:
+    """Serve random prompts, of which up to three are in use at once; two prefixes are pinned."""
+    draw, past = Random(11), [[3, 4, 5]]
+    leases: list[PrefixLease] = []
+    for number in range(120):
+        base = draw.choice(past)
+        prompt = [*base[: draw.randint(0, len(base))], *draw.choices(range(3, 10), k=20)]
+        with suppress(KVCacheFull, NoSlotAvailable):
+            lease = cache.acquire(prompt)
+            leases.append(lease)
+            lease.prefill()
+            past.append(prompt)
+        if number % 40 == 20:
+            with suppress(UsageError):
+                cache.pin(draw.choice("ab"), past[-1][:10])
+        while len(leases) > draw.randint(0, 3):
+            leases.pop(draw.randrange(len(leases))).release()
+        cache.check()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_random_traffic_evicts_no_leases_pins_or_parents(
@@ -187,14 +210,14 @@ def test_random_traffic_evicts_no_leases_pins_or_parents(
     """Random operations with evictions; each is compared with all candidates by brute force."""
     evicted: list[bytes] = []
 
-    def look(cache: Allocator, node: Node, keep: int = 0) -> Any:
+    def look(cache: Allocator, node: Node, *more: Any, **options: Any) -> Any:
         protected = {each for lease in cache.leases for each in lease.node.path}
         assert node not in protected
         assert not node.pins or cache.branches.storage(node) is not None
         # Nothing is evicted while a child is still in the cache.
         assert all(not child.ref_count for child in node.children.values())
         evicted.append(node.key)
-        return evict(cache, node, keep)
+        return evict(cache, node, *more, **options)
 
     def look_at_tail(branches: UnifiedCells, node: Node, tokens: int) -> None:
         assert not node.leases
@@ -223,8 +246,7 @@ def test_random_traffic_evicts_no_leases_pins_or_parents(
         folder.mkdir()
         evicted.clear()
         context = kit.context(folder, n_ctx=96, n_seq_max=5)
-        traffic = prefix_kit.Traffic(context, 11, policy=name)
-        traffic.run(120)
+        play(PrefixCache(context, policy=name))
         runs.append(list(evicted))
         assert len(runs[-1]) > 10
     assert runs[0] == runs[1]

@@ -11,17 +11,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import adapter_kit
-import prefix_kit
 import pytest
 import runtime_kit as kit
 from prefix_kit import SYSTEM, feed, make, serve, used
 
 from pyllamakv.cache.prefix_cache import PrefixCache
 from pyllamakv.errors import Cancelled, Closed, PrefixStoreForeign, PromptTooLong, UsageError
+from qa.random_operations.operation_cases import CaseRunner, generate_operations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from pyllamakv.runtime.context import Context
 
 
 @pytest.fixture
@@ -312,30 +314,18 @@ def test_a_change_of_adapters_drops_all_branches(tmp_path: Path) -> None:
         assert serve(cache, prompt) == 29
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"paging": "memory"},
-    {"budget": 20_000},
-    {"paging": "memory", "budget": 20_000},
-    {"paging": 20_000},
-    {"entries": 1},
-    {"entries": 1, "paging": "memory"},
-    {"entries": 2},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "kind", ["prefix cache", "paged prefix cache", "prefix store", "slot cache"]
+)
 @pytest.mark.parametrize(
     "seed", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_random_traffic_keeps_every_invariant(
-    tmp_path: Path, options: dict[str, Any], seed: int
-) -> None:
-    """Random operations; tree, pages and cells are checked after each."""
-    n_ctx = 128 if seed % 2 else 256
-    context = kit.context(tmp_path, n_ctx=n_ctx, n_seq_max=4 + seed)
-    traffic = prefix_kit.Traffic(context, seed, **options)
-    traffic.run(200)
-    assert traffic.cache.stats().hits > 0
-    traffic.cache.close()
-    assert context.kv.stats.used == 0
+def test_random_operations_keep_every_invariant(tmp_path: Path, kind: str, seed: int) -> None:
+    """Salts, pins, pages, parking, batches, cancels and restarts; logits are those of prompts."""
+
+    def opener() -> Context:
+        native = {"heals": True, "contiguous": False}
+        return kit.context(tmp_path, native, n_ctx=256, n_batch=96, n_ubatch=32, n_seq_max=5)
+
+    runner = CaseRunner(opener, manager=kind, seed=seed)
+    assert runner.play(generate_operations(seed, 100, kind)) is None

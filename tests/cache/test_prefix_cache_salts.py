@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import runtime_kit as kit
-from prefix_kit import SYSTEM, Traffic, feed, make
+from prefix_kit import SYSTEM, feed, make
 
 from pyllamakv.binding.protocol import MemoryType
 from pyllamakv.cache.batcher import Batcher
@@ -199,15 +199,3 @@ def test_a_batcher_reuses_prefixes_of_the_same_salt_only(tmp_path: Path) -> None
             going = batcher.submit([*SYSTEM, 1], 2, salt=salt)
             batcher.run()
             assert going.usage.reused == reused
-
-
-@pytest.mark.parametrize("options", [{}, {"paging": "memory"}, {"policy": "lru"}, {"states": True}])
-def test_random_traffic_never_crosses_salts(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Random operations of three salts on few cells; each hit is compared with what was served."""
-    native = {"partial": not options.pop("states", False)}
-    ctx = kit.context(tmp_path, native, n_ctx=96, n_seq_max=4)
-    if not native["partial"]:
-        object.__setattr__(ctx.info, "memory", MemoryType.RECURRENT)
-    traffic = Traffic(ctx, 5, tokens=range(3, 5), salts=(None, "a", "b"), **options)
-    traffic.run(150)
-    assert traffic.cache.stats().hits > 1
