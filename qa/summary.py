@@ -284,16 +284,9 @@ SECTIONS: dict[str, tuple[str, str, str, str]] = {
 
 
 @app.command()
-def summary(
-    check: bool = typer.Option(False, "--check", help="Compare only; exits 1 if a page is stale."),
-) -> None:
+def summary() -> None:
     """Write BENCHMARKS.md and RELIABILITY.md from qa/results."""
-    made = pages()
-    stale = [name for name in made if (ROOT / name).read_text(encoding="utf-8") != made[name]]
-    if check:
-        sys.stdout.write("".join(f"stale: {name}\n" for name in stale))
-        raise typer.Exit(1 if stale else 0)
-    for name, text in made.items():
+    for name, text in pages().items():
         write_text_atomic(ROOT / name, text)
         sys.stdout.write(f"{name}\n")
 

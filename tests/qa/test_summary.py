@@ -34,20 +34,14 @@ def test_single_samples_have_no_interval() -> None:
     assert not [value for value in single if re.search(r"\[[\d.]+, [\d.]+\]", value)]
 
 
-def test_check_reports_a_stale_page(monkeypatch, tmp_path, capsys) -> None:
-    """`--check` writes nothing; without it the page is written, and is then current."""
+def test_the_command_writes_the_pages(monkeypatch, tmp_path, capsys) -> None:
+    """It names them."""
     monkeypatch.setattr(summary, "ROOT", tmp_path)
     monkeypatch.setattr(summary, "pages", lambda: {"PAGE.md": "new\n"})
-    (tmp_path / "PAGE.md").write_text("old\n", "utf-8")
-    for words, code, after in (
-        (["--check"], 1, "old\n"),
-        ([], 0, "new\n"),
-        (["--check"], 0, "new\n"),
-    ):
-        with pytest.raises(SystemExit) as leaving:
-            main.main(["summary", *words])
-        assert (leaving.value.code, (tmp_path / "PAGE.md").read_text("utf-8")) == (code, after)
-    assert "stale: PAGE.md" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["summary"])
+    assert (leaving.value.code, (tmp_path / "PAGE.md").read_text("utf-8")) == (0, "new\n")
+    assert capsys.readouterr().out == "PAGE.md\n"
 
 
 def test_results_among_the_results_renew_the_pages(monkeypatch, tmp_path, capsys) -> None:
