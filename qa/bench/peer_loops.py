@@ -1,4 +1,4 @@
-"""Run llama-cpp-python in a child process: its decode loops round by round, or a program."""
+"""Run llama-cpp-python's decode loops in a child process, round by round."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,6 @@ from qa.bench.workload import Round, Runner
 CHILD = Path(__file__).with_name("peer_child.py")
 #: Environment variable with the Python that has llama-cpp-python, if it is another one.
 VARIABLE = "PYLLAMAKV_PEER"
-#: Sends a request to a child, and returns its answer.
-Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class ChildWorkload(Protocol):
@@ -37,24 +35,8 @@ class ChildWorkload(Protocol):
 def peer(variant: Variant, model: Path, work: ChildWorkload, api: str) -> Iterator[Runner]:
     """Run a workload with llama-cpp-python on the ordinary libraries of a variant.
 
-    ``api`` is ``generate``, ``eval``, ``llama_decode`` or ``clients``. Raises what `child` raises.
-    """
-    work_said = {**work.to_json(), "model": str(model), "api": api}
-    with child(variant, CHILD, work_said) as ask:
-
-        def run() -> Round:
-            answer = ask({})
-            return Round(answer["seconds"], answer["result"], answer["wall"])
-
-        yield run
-
-
-@contextmanager
-def child(variant: Variant, program: Path, first: Mapping[str, Any]) -> Iterator[Ask]:
-    """Run a program with llama-cpp-python on the ordinary libraries of a variant.
-
-    It answers each line of JSON with one, and ``first`` with its version. Raises Untestable with
-    the install command if the matching release is not installed; no library is compiled for it.
+    ``api`` is ``generate``, ``eval``, ``llama_decode`` or ``clients``. Raises Untestable with the
+    install command if the matching release is not installed; no library is compiled for it.
     """
     described = dropin.describe(variant)
     set_up = install.installed(variant.manifest.release)
@@ -63,7 +45,7 @@ def child(variant: Variant, program: Path, first: Mapping[str, Any]) -> Iterator
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
             process = subprocess.Popen(
-                [python, "-P", str(program)],
+                [python, "-P", str(CHILD)],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -76,11 +58,16 @@ def child(variant: Variant, program: Path, first: Mapping[str, Any]) -> Iterator
         with process:
             try:
                 ask = partial(_ask, process, errors, described.package)
-                version = ask(first)["version"]
+                version = ask({**work.to_json(), "model": str(model), "api": api})["version"]
                 if f"llama-cpp-python=={version}" != described.package:
                     msg = f"{python} has llama-cpp-python {version}: {_fix(described.package)}"
                     raise Untestable(msg)
-                yield ask
+
+                def run() -> Round:
+                    answer = ask({})
+                    return Round(answer["seconds"], answer["result"], answer["wall"])
+
+                yield run
             finally:
                 # The child ends with its input, unless it is in the middle of a round.
                 process.kill()
