@@ -23,16 +23,16 @@ pytestmark = pytest.mark.native
 ROUNDS_UP = ("0.3.10", "0.3.12", "0.3.14")
 
 
-@pytest.fixture(params=[*ROUNDS_UP, "0.3.9", "0.3.16", "0.3.36"])
+@pytest.fixture(scope="module", params=[*ROUNDS_UP, "0.3.9", "0.3.16", "0.3.36"])
 def release(request: pytest.FixtureRequest) -> str:
     """Return each release."""
     found: str = request.param
     return found
 
 
-@pytest.fixture(params=["stock", "patched"])
+@pytest.fixture(scope="module", params=["stock", "patched"])
 def model(request: pytest.FixtureRequest, release: str) -> Iterator[kv.Model]:
-    """Load a model in a worker, so that an abort fails only its test."""
+    """Load a model in a worker, so that an abort is an error; all later sizes fail then too."""
     folder = built(f"{release}+{request.param}").folder
     with (
         kv.open(folder, isolated=True) as library,
