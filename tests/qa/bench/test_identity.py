@@ -9,6 +9,7 @@ from qa.bench import identity
 
 
 @pytest.mark.native
+@pytest.mark.usefixtures("patched")
 def test_identity_figures_have_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each figure has its samples, and an unknown digest is computed each time."""
     computed = []
