@@ -16,7 +16,7 @@ from pyllamakv.closing import ClosedOnExit
 from pyllamakv.errors import PromptTooLong, RequestFailed, ToolMissing
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from types import ModuleType
 
 _HINT = "pip install 'pyllamakv[server]'"
@@ -78,10 +78,22 @@ class ServerClient(ClosedOnExit):
         return _completion(self.post("/completion", _request(prompt, n_predict, options)), options)
 
     def complete_stream(
-        self, prompt: Sequence[int] | str, n_predict: int, **options: Any
+        self,
+        prompt: Sequence[int] | str,
+        n_predict: int,
+        *,
+        begun: Callable[[], object] | None = None,
+        **options: Any,
     ) -> ServerCompletion:
-        """Complete a prompt as `complete` does, from the events of `stream`."""
-        events = list(self.stream(prompt, n_predict, **options))
+        """Complete a prompt as `complete` does, from the events of `stream`.
+
+        ``begun`` is called at the first event, when the server still generates the others.
+        """
+        events = []
+        for event in self.stream(prompt, n_predict, **options):
+            if begun is not None and not events:
+                begun()
+            events.append(event)
         rows = [row for each in events for row in each.get("completion_probabilities") or []]
         text = "".join(str(each.get("content", "")) for each in events)
         last = events[-1] if events else {}

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -554,9 +555,20 @@ def _reuse(lab: ServerLab) -> None:
             next(events)
             ask(busy[:-8] + other[:16], 3, len(busy) - 8, "a prompt that begins like a busy slot's")
 
+        begun = threading.Event()
+
         def wait(own: ServerClient, request: CompletionRequest) -> ServerCompletion:
+            if request.n_predict > _ANSWER:
+                return complete(
+                    own,
+                    request.prompt,
+                    request.n_predict,
+                    streamed=True,
+                    id_slot=0,
+                    begun=begun.set,
+                )
             # The second one arrives while its slot is busy.
-            time.sleep(0.0 if request.n_predict > _ANSWER else 0.05)
+            begun.wait(_IDLE)
             return complete(own, request.prompt, request.n_predict, id_slot=0)
 
         asked = [CompletionRequest(busy, SLOT // 3), CompletionRequest(first, _ANSWER)]
