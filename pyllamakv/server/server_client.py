@@ -89,7 +89,7 @@ class ServerClient(ClosedOnExit):
 
         ``begun`` is called at the first event, when the server still generates the others.
         """
-        events = []
+        events: list[dict[str, Any]] = []
         for event in self.stream(prompt, n_predict, **options):
             if begun is not None and not events:
                 begun()
