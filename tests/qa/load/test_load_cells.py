@@ -90,6 +90,26 @@ def test_a_cell_is_measured_once(runs: list[tuple[str, object]]) -> None:
     assert cell.read() is None
 
 
+def test_servers_of_a_round_have_the_same_layout_of_the_heap(
+    runs: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round has another one: the time of a graph depends on it."""
+    assert runs == []
+    names: list[tuple[object, ...]] = []
+
+    def send(start: Any, *_: object) -> LoadResult:
+        names.append(start.args[start.args.index("--alias") :])
+        return LoadResult((), 1.0)
+
+    monkeypatch.setattr(load_cells.server_load, "send", send)
+    cells = [cell for cell in every(PLAN) if cell.workload == "fits" and cell.clients == 4]
+    for cell in cells:
+        if cell.system != "batcher":
+            cell.measure(lambda _done: None)
+    assert [*map(len, names)] == [2] * 4
+    assert names[0] == names[1] != names[2] == names[3]
+
+
 def test_code_of_the_batcher_is_part_of_its_cells(
     runs: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
