@@ -962,6 +962,7 @@ def _park_limit(lab: ServerLab) -> None:
     for text, expected in (("1", ["", "503 LLAMA_SERVER_PARK_MIB"]), ("0", ["500 Context"] * 2)):
         with _parking_server(lab, text) as server:
             _exceed_limit(lab, server, expected)
+    _save_while_parked(lab)
     _park_beside_embeddings(lab)
     _rank_together(lab)
     try:
@@ -977,11 +978,12 @@ def _park_limit(lab: ServerLab) -> None:
 
 
 def _parking_server(
-    lab: ServerLab, limit: str, sink: Callable[[str], None] | None = None
+    lab: ServerLab, limit: str, sink: Callable[[str], None] | None = None, *options: str
 ) -> AbstractContextManager[ServerProcess]:
     """Return a server with two slots and a limit of the memory of parked requests."""
     return lab.server(
         "--metrics",
+        *options,
         model="sliding",
         slots=2,
         cells=_MANY_CELLS,
@@ -1024,6 +1026,27 @@ def _leave_while_parked(lab: ServerLab, server: ServerProcess) -> None:
         metrics = client.metrics()
         lab.note(cancelled=1, parked=int(metrics[_PARKS]))
         _refuse_parked(metrics)
+
+
+def _save_while_parked(lab: ServerLab) -> None:
+    """Save the slot of a parked request, which waits for the end of its answer."""
+    with (
+        lab.folder() as folder,
+        _parking_server(lab, "16", None, "--slot-save-path", f"{folder}/") as server,
+        ServerClient(server.url, timeout=_IDLE) as client,
+        ThreadPoolExecutor(1) as pool,
+        _half_of_the_cells(lab, server) as answers,
+    ):
+        found = pool.submit(client.post, "/slots/1?action=save", {"filename": "slot"})
+        for answer in answers:
+            (*_, last) = answer
+            if last.get("tokens_predicted") != _QUARTER:
+                raise ScenarioFailed("an answer beside a saved slot is incomplete", failure="lost")
+        saved = found.result()["n_saved"]
+        lab.note(saved=saved)
+        # The last token of an answer is not evaluated.
+        if saved != _HALF + _QUARTER - 1:
+            raise ScenarioFailed(f"the slot of a parked request was saved with {saved} tokens")
 
 
 def _park_beside_embeddings(lab: ServerLab) -> None:
