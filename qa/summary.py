@@ -175,7 +175,7 @@ CLAIMS: dict[str, tuple[str, str]] = {
     ),
     "A patched llama-server has the latency of stock, by 95th percentiles": (
         "llama-server .*, (fits|shift|trace|overcommit-1)(, .*)?",
-        "^p95",
+        "^p95 .*, patched",
     ),
     "`Batcher` needs no more CPU time per token than llama-server of the same build": (
         "llama-server .*, fits(, .*)?",

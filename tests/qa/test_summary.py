@@ -183,6 +183,14 @@ def test_a_claim_needs_a_figure() -> None:
             summary.benchmarks(lacking, CLAIM)
 
 
+@pytest.mark.parametrize("claim", summary.CLAIMS)
+def test_figures_of_a_claim_have_the_same_target(claim: str) -> None:
+    """Except for the number: others would be counted among the missed figures of the claim."""
+    figures = summary.read(summary.BENCHMARKS, Figure)
+    found = [each for each in figures if summary._supports(each, *summary.CLAIMS[claim])]
+    assert len({re.sub(r"\d+", "N", each.target) for each in found}) == 1
+
+
 def test_defects_and_undecided_entries_are_open() -> None:
     """A defect is counted and named; an entry without enough data is named as well."""
     entries = [
