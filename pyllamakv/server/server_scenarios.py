@@ -40,7 +40,7 @@ from pyllamakv.server.server_lab import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -1013,14 +1013,22 @@ def _half_of_the_cells(
         yield tuple(events)
 
 
+def _end_answers(answers: Iterable[Iterable[dict[str, Any]]]) -> None:
+    """Read the rest of answers of `_half_of_the_cells`; raises ScenarioFailed if one is cut off."""
+    lasts = [list(each)[-1] for each in answers]
+    found = [last.get("tokens_predicted") for last in lasts]
+    if found != [_QUARTER] * len(found):
+        raise ScenarioFailed(
+            f"of answers that do not fit together, {found} tokens arrived", failure="lost"
+        )
+
+
 def _leave_while_parked(lab: ServerLab, server: ServerProcess) -> None:
     """Disconnect the client of a parked request; the other one gets its answer."""
     with ServerClient(server.url) as client:
         with _half_of_the_cells(lab, server) as (stays, leaves):
             leaves.close()
-            (*_, last) = stays
-        if last.get("tokens_predicted") != _QUARTER:
-            raise ScenarioFailed("the answer beside a parked request is incomplete", failure="lost")
+            _end_answers([stays])
         if not client.wait_idle(_IDLE):
             raise ScenarioFailed("a parked request keeps its slot without a client", failure="hang")
         metrics = client.metrics()
@@ -1038,10 +1046,7 @@ def _save_while_parked(lab: ServerLab) -> None:
         _half_of_the_cells(lab, server) as answers,
     ):
         found = pool.submit(client.post, "/slots/1?action=save", {"filename": "slot"})
-        for answer in answers:
-            (*_, last) = answer
-            if last.get("tokens_predicted") != _QUARTER:
-                raise ScenarioFailed("an answer beside a saved slot is incomplete", failure="lost")
+        _end_answers(answers)
         saved = found.result()["n_saved"]
         lab.note(saved=saved)
         # The last token of an answer is not evaluated.
@@ -1067,12 +1072,9 @@ def _park_beside_embeddings(lab: ServerLab) -> None:
             while not other.slots()[2]["is_processing"] and not found.done():
                 if time.monotonic() > until:
                     raise ScenarioFailed("a request for an embedding starts in no slot")
-        lasts = [list(each)[-1] for each in answers]
+        _end_answers(answers)
         if not found.result()["data"]:
             raise ScenarioFailed("a request for an embedding has none", failure="lost")
-        for last in lasts:
-            if last.get("tokens_predicted") != _QUARTER:
-                raise ScenarioFailed("an answer beside an embedding is incomplete", failure="lost")
         lab.note(requests=1)
 
 
